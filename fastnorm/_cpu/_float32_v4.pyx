@@ -1,0 +1,2 @@
+# Row kernels for float32 arithmetic at level v4; the flags are in setup.py.
+include "row_norm.pxi"

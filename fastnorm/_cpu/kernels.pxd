@@ -1,0 +1,63 @@
+"""What a kernel is given, and the table of kernels that each processor level fills in.
+
+Plain C structs: the wing (row_norm.pyx) fills a job, the kernels of one level and arithmetic type
+(row_norm.pxi, axis_norm.pxi) read it. "real" below is that arithmetic type: float or double.
+"""
+
+cdef enum:
+    MAX_DIMS = 64      # NumPy's own limit
+
+# How to reach element (row, column) of an array. Columns are the normalized axes in C order, rows
+# all others; dimensions that can be walked with one stride are merged.
+cdef struct view:
+    char* data
+    int type           # ST_* of storage.h
+    bint swapped       # the other byte order
+    bint direct        # every row is contiguous, native real: kernels read or write it in place
+    int row_ndim, col_ndim
+    Py_ssize_t row_shape[MAX_DIMS]
+    Py_ssize_t row_strides[MAX_DIMS]
+    Py_ssize_t col_shape[MAX_DIMS]
+    Py_ssize_t col_strides[MAX_DIMS]
+
+cdef struct job:
+    Py_ssize_t n_rows, n_cols
+    bint centered          # about the mean (layer_norm) or about zero (rms_norm)
+    bint stream            # store past the cache
+    double eps
+    view x                 # IN
+    view y                 # OUT forward
+    view dy                # IN  backward
+    view dx                # OUT backward
+    const void* weight     # IN  real[n_cols] or NULL
+    const void* bias       # IN  real[n_cols] or NULL
+    void* mean             # real[n_rows] or NULL: OUT forward, IN backward
+    void* rstd             # real[n_rows] or NULL: OUT forward, IN backward
+    # Backward: a chunk of rows adds up its dweight and dbias here. NULL: not wanted.
+    Py_ssize_t rows_per_chunk
+    Py_ssize_t partial_cols   # n_cols, padded to whole lane groups
+    double* dweight_partial   # OUT double[n_chunks, wide, partial_cols]; wide is 2 for double (sum, rest)
+    double* dbias_partial
+
+# Statistics of a row as the second sweep needs them; real values, held as double.
+cdef struct row_statistics:
+    double hi, lo, rstd
+
+ctypedef void (*forward_kernel)(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil
+ctypedef void (*backward_kernel)(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept nogil
+# Pieces of one long row, for several threads.
+ctypedef double (*first_mean_kernel)(const job* j, Py_ssize_t r) noexcept nogil
+ctypedef void (*forward_sums_kernel)(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1,
+                                     double hi, double* sums) noexcept nogil
+ctypedef int (*forward_settle_kernel)(const job* j, Py_ssize_t r, const double* sums, bint last,
+                                      row_statistics* st) noexcept nogil
+ctypedef void (*forward_apply_kernel)(const job* j, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1,
+                                      const row_statistics* st) noexcept nogil
+
+cdef struct kernels:
+    forward_kernel forward
+    first_mean_kernel first_mean
+    forward_sums_kernel forward_sums
+    forward_settle_kernel forward_settle
+    forward_apply_kernel forward_apply
+    backward_kernel backward

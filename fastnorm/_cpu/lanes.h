@@ -1,0 +1,209 @@
+/* The canonical summation, defined once. docs/architecture.md states it in words.
+ *
+ *   lane    a lane group is 64 bytes of the arithmetic type: LANES = 16 float32 or 8 float64
+ *   step    four lane groups in a row: element i of a step stands in lane i mod LANES
+ *   block   sixteen steps: 4096 bytes, 1024 float32 or 512 float64
+ *
+ * One step adds (g0 + g1) + (g2 + g3) to each lane, one block is folded lane pair by lane pair
+ * (distance LANES/2, ..., 2, 1), the blocks of a row are added in order in compensated double
+ * (total_add). An element that does not exist counts as zero.
+ *
+ * Every processor level runs these same operations on the same operands: one 512-bit register,
+ * two 256-bit ones, four 128-bit ones, or plain scalars. That is why the bits agree. Nothing here
+ * may be reordered or contracted by the compiler: setup.py passes -ffp-contract=off.
+ *
+ * REAL is float or double: each kernel module is one arithmetic type at one level.
+ */
+#ifndef FASTNORM_LANES_H
+#define FASTNORM_LANES_H
+
+#include <stddef.h>
+#include <string.h>
+#include <math.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#ifndef REAL
+#define REAL float
+#endif
+typedef REAL real;
+
+enum {
+    LANES = 64 / sizeof(real),
+    STEP = 4 * LANES,
+    BLOCK = 16 * STEP
+};
+
+#if defined(__GNUC__)
+  #if defined(__AVX512F__)
+    #define VEC_BYTES 64
+  #elif defined(__AVX__)
+    #define VEC_BYTES 32
+  #else
+    #define VEC_BYTES 16
+  #endif
+  typedef real vec __attribute__((vector_size(VEC_BYTES)));
+  /* Arrays may start at any byte: NumPy's views do. */
+  typedef real vec_anywhere __attribute__((vector_size(VEC_BYTES), aligned(1), may_alias));
+  typedef real real_anywhere __attribute__((aligned(1), may_alias));
+  #define VEC_FILL(a) ((vec){0} + (a))
+  #define UNROLLED _Pragma("GCC unroll 16")
+  #define INLINE static inline __attribute__((always_inline))
+#else
+  #define VEC_BYTES sizeof(real)
+  typedef real vec;
+  typedef real vec_anywhere;
+  typedef real real_anywhere;
+  #define VEC_FILL(a) (a)
+  #define UNROLLED
+  #define INLINE static inline
+#endif
+#define N_VECS (64 / VEC_BYTES)
+#define VEC_LANES (VEC_BYTES / sizeof(real))
+
+typedef struct { vec v[N_VECS]; } lanes;
+
+INLINE lanes lanes_fill(real a) {
+    lanes r;
+    UNROLLED for (int k = 0; k < N_VECS; k++) r.v[k] = VEC_FILL(a);
+    return r;
+}
+
+INLINE lanes lanes_load(const real *p) {
+    lanes r;
+    UNROLLED for (int k = 0; k < N_VECS; k++) r.v[k] = *(const vec_anywhere *)(p + k * VEC_LANES);
+    return r;
+}
+
+INLINE void lanes_store(real *p, lanes a) {
+    UNROLLED for (int k = 0; k < N_VECS; k++) *(vec_anywhere *)(p + k * VEC_LANES) = a.v[k];
+}
+
+INLINE lanes lanes_add(lanes a, lanes b) {
+    UNROLLED for (int k = 0; k < N_VECS; k++) a.v[k] = a.v[k] + b.v[k];
+    return a;
+}
+
+INLINE lanes lanes_sub(lanes a, lanes b) {
+    UNROLLED for (int k = 0; k < N_VECS; k++) a.v[k] = a.v[k] - b.v[k];
+    return a;
+}
+
+INLINE lanes lanes_mul(lanes a, lanes b) {
+    UNROLLED for (int k = 0; k < N_VECS; k++) a.v[k] = a.v[k] * b.v[k];
+    return a;
+}
+
+/* Store past the cache, for outputs that would only push other data out of it. p is 64-byte aligned. */
+INLINE void lanes_stream(real *p, lanes a) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512((void *)p, (__m512i)a.v[0]);
+#elif defined(__AVX__)
+    UNROLLED for (int k = 0; k < N_VECS; k++) _mm256_stream_si256((__m256i *)p + k, (__m256i)a.v[k]);
+#elif defined(__SSE2__)
+    UNROLLED for (int k = 0; k < N_VECS; k++) _mm_stream_si128((__m128i *)p + k, (__m128i)a.v[k]);
+#else
+    lanes_store(p, a);
+#endif
+}
+
+INLINE void stream_fence(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+INLINE void prefetch(const void *p) {
+#if defined(__GNUC__)
+    __builtin_prefetch(p, 0, 3);
+#endif
+}
+
+/* The first n lanes from p (none if n <= 0, all if n >= LANES), the rest fill. Reads nothing beyond. */
+INLINE lanes lanes_load_part(const real *p, ptrdiff_t n, lanes fill) {
+    if (n >= LANES) return lanes_load(p);
+    if (n <= 0) return fill;
+#if defined(__AVX512F__)
+    unsigned mask = (1u << n) - 1;
+    if (sizeof(real) == 4)
+        fill.v[0] = (vec)_mm512_mask_loadu_ps((__m512)fill.v[0], (__mmask16)mask, p);
+    else
+        fill.v[0] = (vec)_mm512_mask_loadu_pd((__m512d)fill.v[0], (__mmask8)mask, p);
+    return fill;
+#else
+    real t[LANES];
+    lanes_store(t, fill);
+    for (ptrdiff_t k = 0; k < n; k++) t[k] = ((const real_anywhere *)p)[k];
+    return lanes_load(t);
+#endif
+}
+
+INLINE void lanes_store_part(real *p, ptrdiff_t n, lanes a) {
+    if (n >= LANES) { lanes_store(p, a); return; }
+    if (n <= 0) return;
+#if defined(__AVX512F__)
+    unsigned mask = (1u << n) - 1;
+    if (sizeof(real) == 4)
+        _mm512_mask_storeu_ps(p, (__mmask16)mask, (__m512)a.v[0]);
+    else
+        _mm512_mask_storeu_pd(p, (__mmask8)mask, (__m512d)a.v[0]);
+#else
+    real t[LANES];
+    lanes_store(t, a);
+    for (ptrdiff_t k = 0; k < n; k++) ((real_anywhere *)p)[k] = t[k];
+#endif
+}
+
+/* Lane pairs at distance LANES/2, then half of that, down to one. */
+INLINE real lanes_fold(lanes a) {
+#if VEC_BYTES >= 16 && defined(__GNUC__)
+    /* Halve registers, then the register: scalars only for the last four lanes (two in double). */
+    UNROLLED for (int n = N_VECS / 2; n > 0; n /= 2)
+        UNROLLED for (int k = 0; k < n; k++) a.v[k] = a.v[k] + a.v[k + n];
+    typedef real vec16 __attribute__((vector_size(16)));
+  #if VEC_BYTES == 64
+    typedef real vec32 __attribute__((vector_size(32)));
+    union { vec v; vec32 h[2]; } u64 = {a.v[0]};
+    union { vec32 v; vec16 h[2]; } u32 = {u64.h[0] + u64.h[1]};
+    vec16 t = u32.h[0] + u32.h[1];
+  #elif VEC_BYTES == 32
+    union { vec v; vec16 h[2]; } u32 = {a.v[0]};
+    vec16 t = u32.h[0] + u32.h[1];
+  #else
+    vec16 t = a.v[0];
+  #endif
+    if (sizeof(real) == 4) {
+        union { vec16 v; real x[4]; } u = {t};
+        return (u.x[0] + u.x[2]) + (u.x[1] + u.x[3]);
+    }
+    return t[0] + t[1];
+#else
+    real t[LANES];
+    lanes_store(t, a);
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int k = 0; k < n; k++) t[k] = t[k] + t[k + n];
+    return t[0];
+#endif
+}
+
+/* One total of a row: a double and what its additions rounded away (Knuth's TwoSum). */
+typedef struct { double sum, rest; } total;
+
+INLINE total total_add(total t, double a) {
+    double s = t.sum + a, z = s - t.sum;
+    t.rest += (t.sum - (s - z)) + (a - z);
+    t.sum = s;
+    return t;
+}
+
+/* When sum + rest would be NaN although sum is infinite, sum alone says it. */
+INLINE double total_value(total t) {
+    return isfinite(t.sum) ? t.sum + t.rest : t.sum;
+}
+
+/* mean(d*d) + eps below this may have lost bits to underflow: such rows are scaled and done again.
+ * Squares lose bits below 2^-126 (2^-1022); the margin keeps the loss under the last bit. */
+#define TINY_SQUARE (sizeof(real) == 4 ? 0x1p-100 : 0x1p-960)
+
+#endif

@@ -1,0 +1,167 @@
+/* Storage types: how a run of stored values becomes the arithmetic type, and back.
+ *
+ * Arithmetic is float32 or float64 (real); float16 and bfloat16 are storage only. A value is
+ * rounded to 16 bits once: from double this goes through a float rounded to odd, which keeps what
+ * the last rounding needs to know.
+ */
+#ifndef FASTNORM_STORAGE_H
+#define FASTNORM_STORAGE_H
+
+#include <stdint.h>
+#include "lanes.h"
+
+enum {
+    ST_FLOAT16, ST_BFLOAT16, ST_FLOAT32, ST_FLOAT64,
+    ST_BOOL, ST_INT8, ST_UINT8, ST_INT16, ST_UINT16, ST_INT32, ST_UINT32, ST_INT64, ST_UINT64
+};
+
+static inline float float_of_bits(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+static inline uint32_t bits_of_float(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
+
+/* Without branches, so that it vectorizes at every level. */
+static inline float float_of_half(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
+    /* Normal: rebias the exponent. Inf and NaN need the bias twice. NaN becomes quiet. */
+    uint32_t wide = rest + ((127 - 15) << 23);
+    uint32_t special = rest >= (31u << 23) ? (uint32_t)(128 - 16) << 23 : 0;
+    uint32_t quiet = rest > (31u << 23) ? 1u << 22 : 0;
+    /* Subnormal: the fraction as an integer, scaled. Exact. */
+    uint32_t small = bits_of_float((float)(int32_t)(h & 0x3ff) * 0x1p-24f);
+    return float_of_bits(sign | (rest < (1u << 23) ? small : ((wide + special) | quiet)));
+}
+
+static inline uint16_t half_of_float(float f) {
+    uint32_t b = bits_of_float(f), sign = (b >> 16) & 0x8000, a = b & 0x7fffffff;
+    /* Normal: round to nearest even at bit 13, then rebias; a carry into infinity is right. */
+    uint32_t normal = (a + 0xfff + ((a >> 13) & 1) - ((127u - 15) << 23)) >> 13;
+    /* Below 2^-14: adding 0.5 leaves the fraction of the subnormal in the low bits, rounded. */
+    uint32_t small = bits_of_float(float_of_bits(a) + 0.5f) - bits_of_float(0.5f);
+    uint32_t r = a < (113u << 23) ? small : normal;
+    r = a >= (143u << 23) ? 0x7c00 : r;
+    r = a > (255u << 23) ? 0x7e00 | ((a >> 13) & 0x3ff) : r;
+    return (uint16_t)(sign | r);
+}
+
+static inline float float_of_bfloat16(uint16_t h) { return float_of_bits((uint32_t)h << 16); }
+
+static inline uint16_t bfloat16_of_float(float f) {
+    uint32_t b = bits_of_float(f);
+    uint32_t r = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    return (uint16_t)((b & 0x7fffffff) > (255u << 23) ? (b >> 16) | 0x40 : r);
+}
+
+/* What a 16-bit rounding may start from: d itself where it fits, else d rounded to odd. */
+static inline float float_to_odd(double d) {
+    float f = (float)d;
+    if ((double)f == d || d != d) return f;
+    uint32_t b = bits_of_float(f);
+    if (fabs((double)f) > fabs(d)) b -= 1;
+    return float_of_bits(b | 1);
+}
+#define NARROW(a) (sizeof(real) == 8 ? float_to_odd((double)(a)) : (float)(a))
+
+static inline uint16_t half_of_real(real a) { return half_of_float(NARROW(a)); }
+static inline uint16_t bfloat16_of_real(real a) { return bfloat16_of_float(NARROW(a)); }
+static inline real real_of_half(uint16_t h) { return (real)float_of_half(h); }
+static inline real real_of_bfloat16(uint16_t h) { return (real)float_of_bfloat16(h); }
+#define REAL_OF(a) ((real)(a))
+#define FLOAT_OF(a) ((float)(a))
+#define DOUBLE_OF(a) ((double)(a))
+
+#define SWAP_1(a) (a)
+#if defined(__GNUC__)
+  #define SWAP_2(a) __builtin_bswap16(a)
+  #define SWAP_4(a) __builtin_bswap32(a)
+  #define SWAP_8(a) __builtin_bswap64(a)
+#else
+  #define SWAP_2(a) (uint16_t)((a) << 8 | (a) >> 8)
+  #define SWAP_4(a) ((uint32_t)SWAP_2((uint16_t)(a)) << 16 | SWAP_2((uint16_t)((a) >> 16)))
+  #define SWAP_8(a) ((uint64_t)SWAP_4((uint32_t)(a)) << 32 | SWAP_4((uint32_t)((a) >> 32)))
+#endif
+
+/* memcpy moves the value: the address may be any byte. Four loops, so that the plain ones
+ * (contiguous, native) vectorize. */
+#define EACH_ELEMENT(p, stride, size, swapped, BODY, BODY_SWAPPED)                               \
+    if (!(swapped)) {                                                                           \
+        if ((stride) == (size)) for (ptrdiff_t i = 0; i < n; i++, p += (size)) { BODY }         \
+        else for (ptrdiff_t i = 0; i < n; i++, p += (stride)) { BODY }                          \
+    } else for (ptrdiff_t i = 0; i < n; i++, p += (stride)) { BODY_SWAPPED }
+
+#define LOAD_CASE(ST, T, BITS, SIZE, CONVERT)                                                    \
+    case ST: EACH_ELEMENT(p, stride, SIZE, swapped,                                             \
+        T t; memcpy(&t, p, SIZE); out[i] = CONVERT(t);,                                         \
+        BITS b; memcpy(&b, p, SIZE); b = (BITS)SWAP_##SIZE(b);                                  \
+        T t; memcpy(&t, &b, SIZE); out[i] = CONVERT(t);) break;
+
+#define STORE_CASE(ST, T, BITS, SIZE, CONVERT)                                                   \
+    case ST: EACH_ELEMENT(p, stride, SIZE, swapped,                                             \
+        T t = CONVERT(a[i]); memcpy(p, &t, SIZE);,                                              \
+        T t = CONVERT(a[i]); BITS b; memcpy(&b, &t, SIZE);                                      \
+        b = (BITS)SWAP_##SIZE(b); memcpy(p, &b, SIZE);) break;
+
+#if defined(__F16C__)
+/* Eight at a time; the rest falls to the scalar form, which gives the same bits. */
+static inline ptrdiff_t load_halves(const char *p, ptrdiff_t n, real *out) {
+    ptrdiff_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 f = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 2 * i)));
+        if (sizeof(real) == 4) _mm256_storeu_ps((float *)out + i, f);
+        else {
+            _mm256_storeu_pd((double *)out + i, _mm256_cvtps_pd(_mm256_castps256_ps128(f)));
+            _mm256_storeu_pd((double *)out + i + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(f, 1)));
+        }
+    }
+    return i;
+}
+
+static inline ptrdiff_t store_halves(char *p, ptrdiff_t n, const real *a) {
+    ptrdiff_t i = 0;
+    if (sizeof(real) == 4)
+        for (; i + 8 <= n; i += 8)
+            _mm_storeu_si128((__m128i *)(p + 2 * i),
+                             _mm256_cvtps_ph(_mm256_loadu_ps((const float *)a + i), _MM_FROUND_TO_NEAREST_INT));
+    return i;
+}
+#else
+static inline ptrdiff_t load_halves(const char *p, ptrdiff_t n, real *out) { return 0; }
+static inline ptrdiff_t store_halves(char *p, ptrdiff_t n, const real *a) { return 0; }
+#endif
+
+/* out[i] = the value at p + i * stride. IN p, stride in bytes, type (ST_*), swapped; OUT out */
+static inline void load_run(const char *p, ptrdiff_t stride, int type, int swapped, ptrdiff_t n, real *out) {
+    if (type == ST_FLOAT16 && stride == 2 && !swapped) {
+        ptrdiff_t done = load_halves(p, n, out);
+        p += 2 * done; out += done; n -= done;
+    }
+    switch (type) {
+    LOAD_CASE(ST_FLOAT16, uint16_t, uint16_t, 2, real_of_half)
+    LOAD_CASE(ST_BFLOAT16, uint16_t, uint16_t, 2, real_of_bfloat16)
+    LOAD_CASE(ST_FLOAT32, float, uint32_t, 4, REAL_OF)
+    LOAD_CASE(ST_FLOAT64, double, uint64_t, 8, REAL_OF)
+    case ST_BOOL:
+    LOAD_CASE(ST_UINT8, uint8_t, uint8_t, 1, REAL_OF)
+    LOAD_CASE(ST_INT8, int8_t, uint8_t, 1, REAL_OF)
+    LOAD_CASE(ST_INT16, int16_t, uint16_t, 2, REAL_OF)
+    LOAD_CASE(ST_UINT16, uint16_t, uint16_t, 2, REAL_OF)
+    LOAD_CASE(ST_INT32, int32_t, uint32_t, 4, REAL_OF)
+    LOAD_CASE(ST_UINT32, uint32_t, uint32_t, 4, REAL_OF)
+    LOAD_CASE(ST_INT64, int64_t, uint64_t, 8, REAL_OF)
+    LOAD_CASE(ST_UINT64, uint64_t, uint64_t, 8, REAL_OF)
+    }
+}
+
+/* The value at p + i * stride becomes a[i], rounded once. IN a, n, stride in bytes, type, swapped; OUT p */
+static inline void store_run(char *p, ptrdiff_t stride, int type, int swapped, ptrdiff_t n, const real *a) {
+    if (type == ST_FLOAT16 && stride == 2 && !swapped) {
+        ptrdiff_t done = store_halves(p, n, a);
+        p += 2 * done; a += done; n -= done;
+    }
+    switch (type) {
+    STORE_CASE(ST_FLOAT16, uint16_t, uint16_t, 2, half_of_real)
+    STORE_CASE(ST_BFLOAT16, uint16_t, uint16_t, 2, bfloat16_of_real)
+    STORE_CASE(ST_FLOAT32, float, uint32_t, 4, FLOAT_OF)
+    STORE_CASE(ST_FLOAT64, double, uint64_t, 8, DOUBLE_OF)
+    }
+}
+
+#endif

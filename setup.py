@@ -1,0 +1,109 @@
+"""What pyproject.toml cannot say: the extension modules, their flags, and what the compiler can do.
+
+FASTNORM_DEBUG=1      with debug information, hardly optimized
+FASTNORM_SANITIZE=1   with AddressSanitizer and UBSan (CONTRIBUTING.md says how to run it)
+FASTNORM_NO_OPENMP=1  without OpenMP, as a compiler that lacks it would build
+"""
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+DEBUG = os.environ.get("FASTNORM_DEBUG", "0") not in ("", "0")
+SANITIZE = os.environ.get("FASTNORM_SANITIZE", "0") not in ("", "0")
+NO_OPENMP = os.environ.get("FASTNORM_NO_OPENMP", "0") not in ("", "0")
+
+CPU = Path("fastnorm/_cpu")
+LEVEL_FLAGS = {
+    "baseline": [],
+    "v3": ["-march=x86-64-v3"],
+    "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+}
+REAL = {"float32": "float", "float64": "double"}
+# The same bits at every level: no contraction, no reordering. errno and traps are not used.
+KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# An edited header or included file rebuilds everything; the whole package takes well under a minute.
+DEPENDS = sorted(str(p) for pattern in ("*.h", "*.pxi", "*.pxd") for p in CPU.glob(pattern))
+
+
+def kernel_module(real, level):
+    name = f"_{real}_{level}"
+    return Extension(f"fastnorm._cpu.{name}", [str(CPU / f"{name}.pyx")], define_macros=[("REAL", REAL[real])],
+                     include_dirs=[str(CPU)], depends=DEPENDS, extra_compile_args=KERNEL_FLAGS + LEVEL_FLAGS[level])
+
+
+def extensions():
+    modules = [kernel_module(real, level) for real in REAL for level in LEVEL_FLAGS]
+    for name in ("_cpu/isa.pyx", "_cpu/row_norm.pyx", "_row_norm.py", "_layer_norm.py", "_rms_norm.py"):
+        modules.append(Extension(
+            "fastnorm." + name.rsplit(".", 1)[0].replace("/", "."), ["fastnorm/" + name], depends=DEPENDS,
+            include_dirs=[str(CPU), numpy.get_include()], extra_compile_args=["-O2"],
+            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION")]))
+    return modules
+
+
+class BuildExt(build_ext):
+    """Asks the compiler before it builds: OpenMP and the x86-64 levels are both optional."""
+
+    def build_extensions(self):
+        openmp = [] if NO_OPENMP else next((f for f in self.openmp_flags() if self.compiles(f, "#include <omp.h>\n"
+                  "int main(void) { return omp_get_max_threads() < 1; }")), [])
+        levels = self.compiles(LEVEL_FLAGS["v4"], "int main(void) { return !__builtin_cpu_supports(\"x86-64-v4\")"
+                               " && !__builtin_cpu_supports(\"x86-64-v3\"); }")
+        if not openmp:
+            print("fastnorm: building without OpenMP; calls will use one thread", file=sys.stderr)
+        if not levels:
+            self.extensions = [e for e in self.extensions if not e.name.endswith(("_v3", "_v4"))]
+        for e in self.extensions:
+            if e.name.endswith("row_norm"):
+                e.extra_compile_args += openmp
+                e.extra_link_args += openmp
+            if levels:
+                e.define_macros.append(("FASTNORM_LEVELS", "1"))
+            if self.compiler.compiler_type == "msvc":
+                e.extra_compile_args = ["/O2", "/fp:precise"] + [f for f in openmp if f in e.extra_compile_args]
+            if SANITIZE:
+                e.extra_compile_args += ["-fsanitize=address,undefined", "-fno-sanitize=alignment"]
+                e.extra_link_args += ["-fsanitize=address,undefined"]
+            if DEBUG or SANITIZE:
+                e.extra_compile_args += ["-O1", "-g"]
+        super().build_extensions()
+
+    def openmp_flags(self):
+        if self.compiler.compiler_type == "msvc":
+            return [["/openmp"]]
+        return [["-fopenmp"], ["-Xpreprocessor", "-fopenmp", "-lomp"]]
+
+    def compiles(self, flags, source):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "probe.c")
+            path.write_text(source)
+            command = getattr(self.compiler, "compiler", None) or ["cl"]
+            try:
+                return subprocess.run([*command, str(path), "-o", str(Path(folder, "probe")), *flags],
+                                      capture_output=True, cwd=folder, check=False).returncode == 0
+            except OSError:
+                return False
+
+
+setup(
+    ext_modules=cythonize(
+        extensions(),
+        nthreads=0,
+        compiler_directives={
+            "language_level": 3,
+            "cdivision": True,
+            "freethreading_compatible": True,
+            "embedsignature": False,
+            "binding": True,
+        },
+    ),
+    cmdclass={"build_ext": BuildExt},
+    options={"build_ext": {"parallel": os.cpu_count() or 1}},
+)
