@@ -1,5 +1,150 @@
-from cython.cimports.fastnorm._row_norm import forward
+"""rms_norm: divide by the root mean square along axes. Doors: signatures, defaults, docstrings.
+
+Compiled by Cython as it stands, like the hall behind it (fastnorm._row_norm).
+"""
+from cython.cimports.fastnorm._row_norm import backward, forward
+
 
 def rms_norm(x, weight=None, *, axis=-1, eps=1e-5, weight_offset=0.0, out=None):
-    """Doc."""
+    """Root mean square normalization: ``x / sqrt(mean(x**2) + eps) * (weight_offset + weight)``.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, bfloat16 (of ml_dtypes), float32 or float64, of any shape with at least one
+        dimension, any memory layout and byte order; integers and bool are computed as float64.
+    weight : array_like, optional
+        Of the shape of the normalized axes, in the order in which they stand in x. It may have
+        another dtype, is rounded to the arithmetic type (float32, float64 for float64 x), and does
+        not change the dtype of the result. None: ones.
+    axis : int, tuple of ints or None
+        The axes to normalize over, as NumPy has them; None: all.
+    eps : float
+        Added to the mean square inside the square root; at least 0. With 0, a row of zeros stays 0.
+    weight_offset : float
+        Added to weight in the arithmetic type. Models that store ``weight - 1`` use 1.0.
+    out : ndarray, optional
+        Where the result goes, of the shape of x and a float dtype; it may be x itself. Large
+        results are about twice as fast into memory that was used before.
+
+    Returns
+    -------
+    ndarray
+        C-ordered, of the shape and dtype of x; `out` if it was given.
+
+    Raises
+    ------
+    TypeError
+        An array of a dtype or kind that is not supported, a masked array or matrix, arrays of
+        different kinds; eps or weight_offset is not a number.
+    ValueError
+        weight or out of the wrong shape, out read-only, eps negative or not finite, an axis that is
+        repeated or ``()``, weight_offset without weight.
+    numpy.exceptions.AxisError
+        An axis that x does not have.
+
+    See Also
+    --------
+    rms_norm_forward : also returns the statistic that `rms_norm_backward` needs.
+    layer_norm : centres, and has a bias.
+
+    Notes
+    -----
+    Rows whose squares would overflow or underflow are scaled first, so any finite row is right. The
+    result has the same bits for any number of threads, processor level and memory layout, and for
+    a row whatever batch it stands in. NaN and infinity stay in their row.
+
+    References
+    ----------
+    .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm import rms_norm
+    >>> rms_norm(np.array([[3.0, 4.0], [1e200, -1e200]])).round(3)
+    array([[ 0.849,  1.131],
+           [ 1.   , -1.   ]])
+    """
     return forward(x, weight, None, axis, eps, weight_offset, out, False, False)
+
+
+def rms_norm_forward(x, weight=None, *, axis=-1, eps=1e-5, weight_offset=0.0, out=None):
+    """`rms_norm`, and the statistic that `rms_norm_backward` needs.
+
+    Parameters
+    ----------
+    x, weight, axis, eps, weight_offset, out
+        As in `rms_norm`.
+
+    Returns
+    -------
+    y : ndarray
+        As `rms_norm` returns it, bit for bit.
+    rstd : ndarray
+        ``1 / sqrt(mean(x**2) + eps)``, of the shape of x with the normalized axes kept as length 1;
+        float32, float64 for float64 and integer x.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As `rms_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm import rms_norm_forward
+    >>> y, rstd = rms_norm_forward(np.array([3.0, 4.0]), eps=0.0)
+    >>> rstd.round(4)
+    array([0.2828])
+    """
+    y, _, rstd = forward(x, weight, None, axis, eps, weight_offset, out, False, True)
+    return y, rstd
+
+
+def rms_norm_backward(dy, x, rstd, weight=None, *, axis=-1, weight_offset=0.0, param_grads=True, out=None):
+    """Gradients of a scalar through `rms_norm`, from its gradient dy with respect to y.
+
+    Parameters
+    ----------
+    dy : array_like
+        Of the shape of x, of any supported dtype.
+    x, weight, axis, weight_offset
+        As they were given to `rms_norm_forward`.
+    rstd : ndarray
+        As `rms_norm_forward` returned it.
+    param_grads : bool
+        Whether dweight is wanted.
+    out : ndarray, optional
+        Where dx goes, of the shape of x and a float dtype; it may be dy itself.
+
+    Returns
+    -------
+    dx : ndarray
+        ``rstd * (wdy - x_hat * mean(wdy * x_hat))`` with ``wdy = dy * (weight_offset + weight)``
+        and ``x_hat = x * rstd``; of the shape and dtype of x; `out` if it was given.
+    dweight : ndarray or None
+        The sum of ``dy * x_hat`` over the rows, of the shape of the normalized axes and the dtype
+        of weight, of rstd if weight is None. None without param_grads.
+
+    Raises
+    ------
+    TypeError
+        As `rms_norm`; rstd of another dtype than the forward returns.
+    ValueError
+        As `rms_norm`; dy or rstd of the wrong shape.
+    numpy.exceptions.AxisError
+        An axis that x does not have.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm import rms_norm_backward, rms_norm_forward
+    >>> x = np.array([[3.0, 4.0]])
+    >>> y, rstd = rms_norm_forward(x, eps=0.0)
+    >>> dx, dweight = rms_norm_backward(np.ones_like(x), x, rstd)
+    >>> dx.round(4)
+    array([[ 0.0453, -0.0339]])
+    """
+    dx, dweight, _ = backward(dy, x, None, rstd, weight, axis, weight_offset, param_grads, out, False)
+    return dx, dweight

@@ -1,5 +1,119 @@
+"""The hall of layer_norm and rms_norm: check, choose the wing, allocate, call its kernel, shape the result.
+
+Compiled by Cython as it stands, since a tiny call must cost no more than np.add; the .pxd file lets
+the doors call in here as in C.
+"""
+import math
+
 from cython.cimports.fastnorm._cpu.row_norm import common_forward
 
-def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_stats):
-    y = common_forward(x, weight, bias, eps, out, centered)
-    return y
+from fastnorm import _arrays
+from fastnorm._backend import backend_of
+
+
+def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_statistics):
+    """y, or (y, mean, rstd) with_statistics; mean is None if not centered."""
+    # Exact ndarrays, native, contiguous, trailing axis: what does not hold needs no message here.
+    if not with_statistics and type(axis) is int and axis == -1 and weight_offset == 0.0:
+        y = common_forward(x, weight, bias, eps, out, centered)
+        if y is not None:
+            return y
+
+    wing = backend_of("x", x)
+    xp = wing.xp
+    x = _arrays.array("x", x, wing)
+    axes = _arrays.normalized_axes(x, axis)
+    shape = tuple([x.shape[a] for a in axes])
+    eps = _arrays.nonnegative("eps", eps)
+    arithmetic = _arrays.arithmetic_type(x.dtype)
+    weight = _arrays.parameter("weight", weight, shape, wing)
+    bias = _arrays.parameter("bias", bias, shape, wing)
+    weight_row = _weight_row(weight, weight_offset, arithmetic, xp)
+    bias_row = _row(bias, arithmetic, xp)
+    y = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
+    mean = rstd = None
+    if with_statistics:
+        statistics_shape = _keepdims(x, axes)
+        rstd = xp.empty(statistics_shape, arithmetic)
+        if centered:
+            mean = xp.empty(statistics_shape, arithmetic)
+
+    if x.size == 0:
+        if with_statistics:
+            rstd[...] = 1.0 / math.sqrt(eps) if eps > 0 else math.inf
+            if centered:
+                mean[...] = 0
+    else:
+        target = y
+        if out is not None and _arrays.needs_copy(y, (x,), (weight, bias)):
+            target = xp.empty(y.shape, y.dtype)
+        order = _rows_then_columns(x.ndim, axes)
+        wing.row_norm_forward(x.transpose(order), len(axes), weight_row, bias_row, eps, target.transpose(order),
+                              mean, rstd, centered)
+        if target is not y:
+            y[...] = target
+    return (y, mean, rstd) if with_statistics else y
+
+
+def backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, centered):
+    """(dx, dweight, dbias); dbias is None if not centered, both are without param_grads."""
+    wing = backend_of("x", x)
+    xp = wing.xp
+    x = _arrays.array("x", x, wing)
+    axes = _arrays.normalized_axes(x, axis)
+    shape = tuple([x.shape[a] for a in axes])
+    arithmetic = _arrays.arithmetic_type(x.dtype)
+    dy = _arrays.same_shape("dy", dy, x, wing)
+    statistics_shape = _keepdims(x, axes)
+    weight = _arrays.parameter("weight", weight, shape, wing)
+    weight_row = _weight_row(weight, weight_offset, arithmetic, xp)
+    mean_row = _arrays.statistic("mean", mean, statistics_shape, arithmetic, wing) if centered else None
+    rstd_row = _arrays.statistic("rstd", rstd, statistics_shape, arithmetic, wing)
+    dx = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
+    dweight = dbias = None
+    if param_grads:
+        n_cols = math.prod(shape)
+        dweight = xp.zeros(n_cols)
+        if centered:
+            dbias = xp.zeros(n_cols)
+
+    if x.size != 0:
+        target = dx
+        if out is not None and _arrays.needs_copy(dx, (dy, x), (weight, mean, rstd)):
+            target = xp.empty(dx.shape, dx.dtype)
+        order = _rows_then_columns(x.ndim, axes)
+        wing.row_norm_backward(dy.transpose(order), x.transpose(order), len(axes), weight_row, mean_row, rstd_row,
+                               target.transpose(order), dweight, dbias, centered)
+        if target is not dx:
+            dx[...] = target
+    if param_grads:
+        dtype = arithmetic if weight is None else _arrays.result_type(weight.dtype)
+        dweight = dweight.astype(dtype).reshape(shape)
+        if centered:
+            dbias = dbias.astype(dtype).reshape(shape)
+    return dx, dweight, dbias
+
+
+def _rows_then_columns(ndim, axes):
+    """The order of axes in which the normalized ones come last."""
+    return tuple([a for a in range(ndim) if a not in axes]) + axes
+
+
+def _keepdims(x, axes):
+    """The shape of x with the normalized axes of length 1."""
+    return tuple([1 if a in axes else n for a, n in enumerate(x.shape)])
+
+
+def _row(parameter, arithmetic, xp):
+    """weight or bias as kernels read it."""
+    return None if parameter is None else xp.ascontiguousarray(parameter, dtype=arithmetic).reshape(-1)
+
+
+def _weight_row(weight, weight_offset, arithmetic, xp):
+    """weight_offset + weight as kernels read it, rounded to the arithmetic type."""
+    weight_offset = _arrays.real_number("weight_offset", weight_offset)
+    if weight_offset == 0.0:
+        return _row(weight, arithmetic, xp)
+    if weight is None:
+        raise ValueError("weight_offset: it is added to weight, but weight is None")
+    return _row(weight, arithmetic, xp) + arithmetic.type(weight_offset)

@@ -1,7 +1,7 @@
 """What a kernel is given, and the table of kernels that each processor level fills in.
 
 Plain C structs: the wing (row_norm.pyx) fills a job, the kernels of one level and arithmetic type
-(row_norm.pxi, axis_norm.pxi) read it. "real" below is that arithmetic type: float or double.
+(row_norm.pxi) read it. "real" below is that arithmetic type: float or double.
 """
 
 cdef enum:
@@ -13,6 +13,7 @@ cdef struct view:
     char* data
     int type           # ST_* of storage.h
     bint swapped       # the other byte order
+    Py_ssize_t itemsize
     bint direct        # every row is contiguous, native real: kernels read or write it in place
     int row_ndim, col_ndim
     Py_ssize_t row_shape[MAX_DIMS]
@@ -39,9 +40,10 @@ cdef struct job:
     double* dweight_partial   # OUT double[n_chunks, wide, partial_cols]; wide is 2 for double (sum, rest)
     double* dbias_partial
 
-# Statistics of a row as the second sweep needs them; real values, held as double.
+# What the second sweep needs to know of a row; real values, held as double.
 cdef struct row_statistics:
-    double hi, lo, rstd
+    double hi, lo, rstd    # forward
+    double c1, c2          # backward, with lo
 
 ctypedef void (*forward_kernel)(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil
 ctypedef void (*backward_kernel)(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept nogil
@@ -54,6 +56,11 @@ ctypedef int (*forward_settle_kernel)(const job* j, Py_ssize_t r, const double* 
 ctypedef void (*forward_apply_kernel)(const job* j, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1,
                                       const row_statistics* st) noexcept nogil
 
+ctypedef void (*backward_sums_kernel)(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1,
+                                      double* sums) noexcept nogil
+ctypedef void (*backward_settle_kernel)(const job* j, Py_ssize_t r, const double* sums, row_statistics* st) noexcept nogil
+ctypedef void (*backward_apply_kernel)(const job* j, Py_ssize_t c0, Py_ssize_t c1, const row_statistics* st) noexcept nogil
+
 cdef struct kernels:
     forward_kernel forward
     first_mean_kernel first_mean
@@ -61,3 +68,8 @@ cdef struct kernels:
     forward_settle_kernel forward_settle
     forward_apply_kernel forward_apply
     backward_kernel backward
+    backward_sums_kernel backward_sums
+    backward_settle_kernel backward_settle
+    backward_apply_kernel backward_apply
+    # The same for rows that lie next to each other in memory.
+    forward_kernel axis_forward

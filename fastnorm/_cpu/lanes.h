@@ -202,6 +202,24 @@ INLINE double total_value(total t) {
     return isfinite(t.sum) ? t.sum + t.rest : t.sum;
 }
 
+/* sums[i] += a[i] in double; where real is double itself, what that rounds away goes to sums[n + i]. */
+INLINE void lanes_add_wide(double *sums, ptrdiff_t n, lanes a) {
+    real t[LANES];
+    lanes_store(t, a);
+    if (sizeof(real) == 4) {
+        for (int k = 0; k < LANES; k++) sums[k] += (double)t[k];
+    } else {
+        double s[LANES], rest[LANES];
+        for (int k = 0; k < LANES; k++) {
+            double z;
+            s[k] = sums[k] + t[k];
+            z = s[k] - sums[k];
+            rest[k] = (sums[k] - (s[k] - z)) + (t[k] - z);
+        }
+        for (int k = 0; k < LANES; k++) { sums[k] = s[k]; sums[n + k] += rest[k]; }
+    }
+}
+
 /* mean(d*d) + eps below this may have lost bits to underflow: such rows are scaled and done again.
  * Squares lose bits below 2^-126 (2^-1022); the margin keeps the loss under the last bit. */
 #define TINY_SQUARE (sizeof(real) == 4 ? 0x1p-100 : 0x1p-960)

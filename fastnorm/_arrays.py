@@ -1,0 +1,123 @@
+"""Checks of arguments, with our error texts. Nothing here computes."""
+import operator
+
+import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
+
+from fastnorm._backend import backend_of
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+_SUPPORTED = "float16, bfloat16, float32, float64 (integers and bool are computed as float64)"
+_INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+def array(name, value, wing):
+    """value as a plain array of the wing, of a dtype that kernels read."""
+    if backend_of(name, value) is not wing:
+        raise TypeError(f"{name}: {type(value).__module__}.{type(value).__qualname__} does not mix with the kind of "
+                        f"array that x is; convert one of them first")
+    value = wing.xp.asarray(value)
+    if value.dtype.name not in FLOATS and value.dtype.name not in _INTEGERS:
+        raise TypeError(f"{name}: dtype {value.dtype} is not supported; expected {_SUPPORTED}")
+    return value
+
+
+def arithmetic_type(dtype):
+    """The dtype of statistics and sums: float32 for 16-bit types and float32, else float64."""
+    return np.dtype(np.float32 if dtype.name in ("float16", "bfloat16", "float32") else np.float64)
+
+
+def result_type(dtype):
+    """The dtype of what has the dtype of an input: its own in native byte order, float64 for integers."""
+    return dtype.newbyteorder("=") if dtype.name in FLOATS else np.dtype(np.float64)
+
+
+def normalized_axes(x, axis):
+    """axis as a sorted tuple of non-negative ints."""
+    if axis is None:
+        axes = tuple(range(x.ndim))
+        if not axes:
+            axes = normalize_axis_tuple(-1, 0)
+    else:
+        axes = tuple(sorted(normalize_axis_tuple(axis, x.ndim, argname="axis")))
+    if not axes:
+        raise ValueError("axis: () normalizes nothing; expected at least one axis")
+    return axes
+
+
+def nonnegative(name, value):
+    """value as a finite float of at least 0."""
+    number = real_number(name, value)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+    return number
+
+
+def real_number(name, value):
+    """value as a float."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    try:
+        return operator.index(value) + 0.0 if isinstance(value, int) else float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
+
+
+def parameter(name, value, shape, wing):
+    """weight or bias as it came, of the shape of the normalized axes; None stays None."""
+    if value is None:
+        return None
+    value = array(name, value, wing)
+    if value.shape != shape:
+        raise ValueError(f"{name}: shape {value.shape}, but the normalized axes of x have shape {shape}")
+    return value
+
+
+def same_shape(name, value, x, wing):
+    """An input of the shape of x."""
+    value = array(name, value, wing)
+    if value.shape != x.shape:
+        raise ValueError(f"{name}: shape {value.shape}, but x has shape {x.shape}")
+    return value
+
+
+def statistic(name, value, shape, dtype, wing):
+    """mean or rstd as forward returned it, flat."""
+    value = array(name, value, wing)
+    if value.shape != shape:
+        raise ValueError(f"{name}: shape {value.shape}, but for this x and axis it is {shape}")
+    if value.dtype != dtype:
+        raise TypeError(f"{name}: dtype {value.dtype}, but for this x it is {dtype}")
+    return wing.xp.ascontiguousarray(value, dtype=dtype).reshape(-1)
+
+
+def output(name, out, x, dtype, wing):
+    """out, or a new array of the shape of x if it is None."""
+    if out is None:
+        return wing.xp.empty(x.shape, dtype)
+    if not isinstance(out, wing.xp.ndarray):
+        raise TypeError(f"{name}: return arrays must be of type {wing.xp.__name__}.ndarray, "
+                        f"not {type(out).__module__}.{type(out).__qualname__}")
+    if backend_of(name, out) is not wing:
+        raise TypeError(f"{name}: {type(out).__qualname__} does not mix with the kind of array that x is")
+    if out.dtype.name not in FLOATS:
+        raise TypeError(f"{name}: cannot cast the result from {dtype!r} to {out.dtype!r} with casting rule 'same_kind'; "
+                        f"expected {', '.join(FLOATS)}")
+    if out.shape != x.shape:
+        raise ValueError(f"{name}: shape {out.shape}, but x has shape {x.shape}")
+    if not getattr(out, "flags", None).writeable:
+        raise ValueError(f"{name}: output array is read-only")
+    return out
+
+
+def is_same_memory(a, b):
+    """Whether two arrays are the same elements in the same places."""
+    return (a.dtype == b.dtype and a.shape == b.shape and a.strides == b.strides
+            and a.__array_interface__["data"] == b.__array_interface__["data"])
+
+
+def needs_copy(out, in_place, others):
+    """Whether out must be computed elsewhere and copied: it overlaps an input other than element by element."""
+    if any(b is not None and np.may_share_memory(out, b) for b in others):
+        return True
+    return any(np.may_share_memory(out, a) and not is_same_memory(out, a) for a in in_place)

@@ -1,0 +1,304 @@
+"""Backward over rows, with wdy = dy * weight, x_hat = ((x - mean) - lo) * rstd:
+
+    dx = rstd * (wdy - c2 - x_hat * c1),  c1 = mean(wdy * x_hat),  c2 = mean(wdy)
+    dweight = sum over rows of dy * x_hat,  dbias = sum over rows of dy
+
+rms_norm (centered is false): mean = lo = c2 = 0. The saved mean is rounded; lo, the mean of
+x - mean, gives back what it lost. Two sweeps over a group of rows: the sums of each row, then dx
+of all of them column by column, so that dweight and dbias are loaded and stored once per group.
+
+dweight and dbias: a chunk of rows depends on the shape alone. In a chunk, the rows of a group are
+added in order in real, the groups in order in double (compensated where real is double); rows left
+over at the end of a chunk are groups of one.
+"""
+
+# What the second sweep needs to know of a row.
+cdef struct gradient_row:
+    source x, dy
+    char* dx
+    real hi, lo, rstd, c1, c2
+
+
+cdef inline void block_gradient_sums(const real* x, const real* dy, const real* w, Py_ssize_t n, real hi, bint centered,
+                                     real* sum_d, real* sum_wdy, real* sum_wdy_d) noexcept nogil:
+    """OUT: the folded sums of d, wdy and wdy * d over one block."""
+    cdef lanes h = lanes_fill(hi), zero = lanes_fill(0)
+    cdef lanes s = zero, g = zero, p = zero
+    cdef lanes a, b, c, d, ga, gb, gc, gd
+    cdef Py_ssize_t i = 0
+    while i < n:
+        if i + STEP <= n:
+            a = lanes_load(x + i)
+            b = lanes_load(x + i + LANES)
+            c = lanes_load(x + i + 2 * LANES)
+            d = lanes_load(x + i + 3 * LANES)
+            ga = lanes_load(dy + i)
+            gb = lanes_load(dy + i + LANES)
+            gc = lanes_load(dy + i + 2 * LANES)
+            gd = lanes_load(dy + i + 3 * LANES)
+            if w != NULL:
+                ga = lanes_mul(ga, lanes_load(w + i))
+                gb = lanes_mul(gb, lanes_load(w + i + LANES))
+                gc = lanes_mul(gc, lanes_load(w + i + 2 * LANES))
+                gd = lanes_mul(gd, lanes_load(w + i + 3 * LANES))
+        else:
+            # What is missing of the last step has d = 0 and wdy = 0.
+            a = lanes_load_part(x + i, n - i, h)
+            b = lanes_load_part(x + i + LANES, n - i - LANES, h)
+            c = lanes_load_part(x + i + 2 * LANES, n - i - 2 * LANES, h)
+            d = lanes_load_part(x + i + 3 * LANES, n - i - 3 * LANES, h)
+            ga = lanes_load_part(dy + i, n - i, zero)
+            gb = lanes_load_part(dy + i + LANES, n - i - LANES, zero)
+            gc = lanes_load_part(dy + i + 2 * LANES, n - i - 2 * LANES, zero)
+            gd = lanes_load_part(dy + i + 3 * LANES, n - i - 3 * LANES, zero)
+            if w != NULL:
+                ga = lanes_mul(ga, lanes_load_part(w + i, n - i, zero))
+                gb = lanes_mul(gb, lanes_load_part(w + i + LANES, n - i - LANES, zero))
+                gc = lanes_mul(gc, lanes_load_part(w + i + 2 * LANES, n - i - 2 * LANES, zero))
+                gd = lanes_mul(gd, lanes_load_part(w + i + 3 * LANES, n - i - 3 * LANES, zero))
+        if centered:
+            a = lanes_sub(a, h)
+            b = lanes_sub(b, h)
+            c = lanes_sub(c, h)
+            d = lanes_sub(d, h)
+            s = lanes_add(s, sum4(a, b, c, d))
+            g = lanes_add(g, sum4(ga, gb, gc, gd))
+        p = lanes_add(p, sum4(lanes_mul(ga, a), lanes_mul(gb, b), lanes_mul(gc, c), lanes_mul(gd, d)))
+        i += STEP
+    if centered:
+        sum_d[0] = lanes_fold(s)
+        sum_wdy[0] = lanes_fold(g)
+    sum_wdy_d[0] = lanes_fold(p)
+
+
+cdef struct gradient_totals:
+    total d, wdy, wdy_d
+
+
+cdef inline void settle_gradient(const gradient_totals* t, Py_ssize_t n_cols, bint centered, gradient_row* row) noexcept nogil:
+    cdef double lo = 0, wdy = 0
+    if centered:
+        lo = total_value(t.d) / n_cols
+        wdy = total_value(t.wdy)
+    row.lo = <real>lo
+    row.c2 = <real>(wdy / n_cols)
+    row.c1 = <real>(row.rstd * (total_value(t.wdy_d) - lo * wdy) / n_cols)
+
+
+cdef inline void open_gradient_row(const job* j, Py_ssize_t r, real* x_buffer, real* dy_buffer, gradient_row* row) noexcept nogil:
+    row.x = open_row(&j.x, r, j.n_cols, x_buffer)
+    row.dy = open_row(&j.dy, r, j.n_cols, dy_buffer)
+    # Buffers hold one block of each row of a group.
+    row.x.resident = row.dy.resident = False
+    row.dx = row_start(&j.dx, r)
+    row.hi = (<real*>j.mean)[r] if j.centered else 0
+    row.rstd = (<real*>j.rstd)[r]
+
+
+cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centered) noexcept nogil:
+    cdef in_real w = <in_real>j.weight
+    cdef real a = 0, b = 0, c = 0
+    cdef gradient_totals t
+    cdef Py_ssize_t c0 = 0, n
+    memset(&t, 0, sizeof(t))
+    while c0 < j.n_cols:
+        n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
+        block_gradient_sums(load_block(&row.x, c0, n, False), load_block(&row.dy, c0, n, False),
+                            w + c0 if w != NULL else NULL, n, row.hi, centered, &a, &b, &c)
+        t.d = total_add(t.d, a)
+        t.wdy = total_add(t.wdy, b)
+        t.wdy_d = total_add(t.wdy_d, c)
+        c0 += BLOCK
+    settle_gradient(&t, j.n_cols, centered, row)
+
+
+cdef inline lanes gradient_lanes(lanes x, lanes dy, lanes w, const gradient_row* row, bint centered, bint weighted,
+                                 lanes* dweight) noexcept nogil:
+    """dx, and dy * x_hat added to dweight[0]."""
+    cdef lanes h = x_hat(x, lanes_fill(row.hi), lanes_fill(row.lo), lanes_fill(row.rstd), centered)
+    cdef lanes wdy = lanes_mul(dy, w) if weighted else dy
+    dweight[0] = lanes_add(dweight[0], lanes_mul(dy, h))
+    if centered:
+        wdy = lanes_sub(wdy, lanes_fill(row.c2))
+    return lanes_mul(lanes_sub(wdy, lanes_mul(h, lanes_fill(row.c1))), lanes_fill(row.rstd))
+
+
+cdef inline void apply_gradient(const in_real* x, const in_real* dy, const out_real* dx, const gradient_row* rows, Py_ssize_t n,
+                                const real* w, double* dweight, double* dbias, Py_ssize_t partial_cols,
+                                bint centered, bint stream, int n_rows) noexcept nogil:
+    """dx of n columns of a group of rows, and their part of dweight and dbias."""
+    cdef lanes zero = lanes_fill(0)
+    cdef lanes t, g, wl, dw, db
+    cdef Py_ssize_t i = 0
+    cdef int k
+    while i < n:
+        dw = db = wl = zero
+        if i + LANES <= n:
+            if w != NULL:
+                wl = lanes_load(w + i)
+            for k in range(n_rows):
+                g = lanes_load(dy[k] + i)
+                t = gradient_lanes(lanes_load(x[k] + i), g, wl, rows + k, centered, w != NULL, &dw)
+                if centered:
+                    db = lanes_add(db, g)
+                if stream:
+                    lanes_stream(dx[k] + i, t)
+                else:
+                    lanes_store(dx[k] + i, t)
+        else:
+            if w != NULL:
+                wl = lanes_load_part(w + i, n - i, zero)
+            for k in range(n_rows):
+                g = lanes_load_part(dy[k] + i, n - i, zero)
+                t = gradient_lanes(lanes_load_part(x[k] + i, n - i, lanes_fill(rows[k].hi)), g, wl, rows + k,
+                                   centered, w != NULL, &dw)
+                if centered:
+                    db = lanes_add(db, g)
+                lanes_store_part(dx[k] + i, n - i, t)
+        if dweight != NULL:
+            lanes_add_wide(dweight + i, partial_cols, dw)
+            if centered:
+                lanes_add_wide(dbias + i, partial_cols, db)
+        i += LANES
+
+
+cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t c0, Py_ssize_t c1, double* dweight, double* dbias,
+                             real* dx_buffer, bint centered, int n_rows) noexcept nogil:
+    """Columns c0 (the start of a block) to c1 of a group of rows."""
+    cdef in_real w = <in_real>j.weight
+    cdef in_real[GROUP] x
+    cdef in_real[GROUP] dy
+    cdef out_real[GROUP] dx
+    cdef Py_ssize_t n
+    cdef int k
+    cdef bint stream
+    while c0 < c1:
+        n = min(<Py_ssize_t>BLOCK, c1 - c0)
+        stream = j.stream and j.dx.direct
+        for k in range(n_rows):
+            x[k] = load_block(&rows[k].x, c0, n, False)
+            dy[k] = load_block(&rows[k].dy, c0, n, False)
+            dx[k] = <real*>rows[k].dx + c0 if j.dx.direct else dx_buffer + k * BLOCK
+            stream = stream and <size_t>dx[k] % 64 == 0
+        if stream:
+            apply_gradient(x, dy, dx, rows, n, w + c0 if w != NULL else NULL, dweight + c0 if dweight != NULL else NULL,
+                           dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, True, n_rows)
+        else:
+            apply_gradient(x, dy, dx, rows, n, w + c0 if w != NULL else NULL, dweight + c0 if dweight != NULL else NULL,
+                           dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, False, n_rows)
+        if not j.dx.direct:
+            for k in range(n_rows):
+                store_columns(&j.dx, rows[k].dx, c0, n, dx[k])
+        c0 += BLOCK
+
+
+cdef inline double* chunk_partial(const job* j, double* partials, Py_ssize_t chunk) noexcept nogil:
+    if partials == NULL:
+        return NULL
+    return partials + chunk * j.partial_cols * (2 if sizeof(real) == 8 else 1)
+
+
+cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, real* buffers) noexcept nogil:
+    cdef gradient_row[GROUP] rows
+    cdef double* dweight = chunk_partial(j, j.dweight_partial, chunk)
+    cdef double* dbias = chunk_partial(j, j.dbias_partial, chunk)
+    cdef Py_ssize_t r = chunk * j.rows_per_chunk
+    cdef Py_ssize_t end = min(r + j.rows_per_chunk, j.n_rows)
+    cdef int k
+    while r < end:
+        if r + GROUP <= end:
+            for k in range(GROUP):
+                open_gradient_row(j, r + k, buffers + 2 * k * BLOCK, buffers + (2 * k + 1) * BLOCK, &rows[k])
+                row_gradient_sums(j, &rows[k], centered)
+            group_apply(j, rows, 0, j.n_cols, dweight, dbias, buffers + 2 * GROUP * BLOCK, centered, GROUP)
+            r += GROUP
+        else:
+            open_gradient_row(j, r, buffers, buffers + BLOCK, &rows[0])
+            row_gradient_sums(j, &rows[0], centered)
+            group_apply(j, rows, 0, j.n_cols, dweight, dbias, buffers + 2 * GROUP * BLOCK, centered, 1)
+            r += 1
+
+
+cdef void backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept nogil:
+    """Chunks chunk0 to chunk1. Their partial sums start at zero."""
+    cdef real[3 * GROUP * 1024] buffers
+    cdef Py_ssize_t chunk
+    for chunk in range(chunk0, chunk1):
+        if j.centered:
+            chunk_backward(j, chunk, True, buffers)
+        else:
+            chunk_backward(j, chunk, False, buffers)
+    if j.stream:
+        stream_fence()
+
+
+# Few long rows in pieces: the sums of blocks of one row, then columns of all rows.
+
+cdef void piece_gradient_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1, double* sums) noexcept nogil:
+    """OUT sums[3 * block + 0, 1, 2]: of d, wdy and wdy * d."""
+    cdef in_real w = <in_real>j.weight
+    cdef real[2 * 1024] buffers
+    cdef gradient_row row
+    cdef real a = 0, b = 0, c = 0
+    cdef Py_ssize_t k, c0, n
+    open_gradient_row(j, r, buffers, buffers + BLOCK, &row)
+    for k in range(block0, block1):
+        c0 = k * BLOCK
+        n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
+        block_gradient_sums(load_block(&row.x, c0, n, False), load_block(&row.dy, c0, n, False),
+                            w + c0 if w != NULL else NULL, n, row.hi, j.centered, &a, &b, &c)
+        sums[3 * k] = a
+        sums[3 * k + 1] = b
+        sums[3 * k + 2] = c
+
+
+cdef void piece_gradient_settle(const job* j, Py_ssize_t r, const double* sums, row_statistics* st) noexcept nogil:
+    cdef real[2] unused
+    cdef gradient_row row
+    cdef gradient_totals t
+    cdef Py_ssize_t k
+    open_gradient_row(j, r, unused, unused, &row)
+    memset(&t, 0, sizeof(t))
+    for k in range((j.n_cols + BLOCK - 1) // BLOCK):
+        t.d = total_add(t.d, sums[3 * k])
+        t.wdy = total_add(t.wdy, sums[3 * k + 1])
+        t.wdy_d = total_add(t.wdy_d, sums[3 * k + 2])
+    settle_gradient(&t, j.n_cols, j.centered, &row)
+    st.lo = row.lo
+    st.c1 = row.c1
+    st.c2 = row.c2
+
+
+cdef inline void restore(const row_statistics* st, gradient_row* row) noexcept nogil:
+    row.lo = <real>st.lo
+    row.c1 = <real>st.c1
+    row.c2 = <real>st.c2
+
+
+cdef void piece_gradient_apply(const job* j, Py_ssize_t c0, Py_ssize_t c1, const row_statistics* st) noexcept nogil:
+    """Columns c0 (the start of a block) to c1 of all rows, in the order of chunk_backward."""
+    cdef real[3 * GROUP * 1024] buffers
+    cdef gradient_row[GROUP] rows
+    cdef double* dweight
+    cdef double* dbias
+    cdef Py_ssize_t r = 0, end = 0, chunk = 0
+    cdef int k
+    while r < j.n_rows:
+        dweight = chunk_partial(j, j.dweight_partial, chunk)
+        dbias = chunk_partial(j, j.dbias_partial, chunk)
+        chunk += 1
+        end = min(end + j.rows_per_chunk, j.n_rows)
+        while r < end:
+            if r + GROUP <= end:
+                for k in range(GROUP):
+                    open_gradient_row(j, r + k, buffers + 2 * k * BLOCK, buffers + (2 * k + 1) * BLOCK, &rows[k])
+                    restore(st + r + k, &rows[k])
+                group_apply(j, rows, c0, c1, dweight, dbias, buffers + 2 * GROUP * BLOCK, j.centered, GROUP)
+                r += GROUP
+            else:
+                open_gradient_row(j, r, buffers, buffers + BLOCK, &rows[0])
+                restore(st + r, &rows[0])
+                group_apply(j, rows, c0, c1, dweight, dbias, buffers + 2 * GROUP * BLOCK, j.centered, 1)
+                r += 1
+    if j.stream:
+        stream_fence()

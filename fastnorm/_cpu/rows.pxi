@@ -1,0 +1,138 @@
+"""What the kernels of one module share: the arithmetic type (real) with its lanes, and the way from
+(row, column) of an array to memory. real is float or double; the flags of a module decide."""
+cimport cython
+from libc.math cimport sqrt, fabs, ldexp, isfinite, frexp, INFINITY
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+from cpython.pycapsule cimport PyCapsule_New
+from fastnorm._cpu.kernels cimport view, job, row_statistics, kernels
+
+cdef extern from "lanes.h" nogil:
+    ctypedef double real
+    ctypedef const real* in_real "const real*"
+    ctypedef real* out_real "real*"
+    ctypedef struct lanes:
+        pass
+    ctypedef struct total:
+        double sum, rest
+    enum:
+        LANES
+        STEP
+        BLOCK
+    double TINY_SQUARE
+    lanes lanes_fill(real a)
+    lanes lanes_load(const real* p)
+    lanes lanes_load_part(const real* p, Py_ssize_t n, lanes fill)
+    void lanes_store(real* p, lanes a)
+    void lanes_store_part(real* p, Py_ssize_t n, lanes a)
+    void lanes_stream(real* p, lanes a)
+    void stream_fence()
+    void prefetch(const void* p)
+    lanes lanes_add(lanes a, lanes b)
+    lanes lanes_sub(lanes a, lanes b)
+    lanes lanes_mul(lanes a, lanes b)
+    real lanes_fold(lanes a)
+    total total_add(total t, double a)
+    double total_value(total t)
+    void lanes_add_wide(double* sums, Py_ssize_t n, lanes a)
+
+cdef extern from "storage.h" nogil:
+    enum:
+        ST_FLOAT32
+        ST_FLOAT64
+    void load_run(const char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, real* out)
+    void store_run(char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, const real* a)
+
+cdef enum:
+    RESIDENT = 8       # blocks of a row that is loaded once and kept, if it cannot be read in place
+    GROUP = 4          # rows whose dweight and dbias are added up in registers
+    SETTLED = 0
+    RECENTRE = 1
+    RESCUE = 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Views: from (row, column) to memory
+# ---------------------------------------------------------------------------------------------
+
+cdef inline Py_ssize_t offset(int ndim, const Py_ssize_t* shape, const Py_ssize_t* strides, Py_ssize_t i) noexcept nogil:
+    """Bytes from the start to the element of C-order index i."""
+    cdef Py_ssize_t bytes = 0
+    cdef int k
+    if ndim == 1:
+        return i * strides[0]
+    for k in range(ndim - 1, -1, -1):
+        bytes += (i % shape[k]) * strides[k]
+        i = i // shape[k]
+    return bytes
+
+
+cdef inline char* row_start(const view* v, Py_ssize_t r) noexcept nogil:
+    return v.data + offset(v.row_ndim, v.row_shape, v.row_strides, r)
+
+
+cdef void load_columns(const view* v, const char* row, Py_ssize_t c0, Py_ssize_t n, real* out) noexcept nogil:
+    """out[:n] = columns c0 to c0 + n of the row, in runs along the last dimension."""
+    cdef Py_ssize_t length, k
+    cdef int last = v.col_ndim - 1
+    while n > 0:
+        length = n
+        if last > 0:
+            length = min(n, v.col_shape[last] - c0 % v.col_shape[last])
+        load_run(row + offset(v.col_ndim, v.col_shape, v.col_strides, c0), v.col_strides[last], v.type, v.swapped,
+                 length, out)
+        c0 += length
+        out += length
+        n -= length
+
+
+cdef void store_columns(const view* v, char* row, Py_ssize_t c0, Py_ssize_t n, const real* a) noexcept nogil:
+    cdef Py_ssize_t length
+    cdef int last = v.col_ndim - 1
+    while n > 0:
+        length = n
+        if last > 0:
+            length = min(n, v.col_shape[last] - c0 % v.col_shape[last])
+        store_run(row + offset(v.col_ndim, v.col_shape, v.col_strides, c0), v.col_strides[last], v.type, v.swapped,
+                  length, a)
+        c0 += length
+        a += length
+        n -= length
+
+
+# One row to read: in place, or loaded through a buffer block by block, scaled by a power of two
+# (in two factors, since one may be out of range).
+cdef struct source:
+    const view* v
+    const char* row
+    real* buffer
+    bint resident, scaled
+    double scale1, scale2
+
+
+cdef inline source open_row(const view* v, Py_ssize_t r, Py_ssize_t n_cols, real* buffer) noexcept nogil:
+    cdef source src
+    src.v = v
+    src.row = row_start(v, r)
+    src.buffer = buffer
+    src.resident = n_cols <= RESIDENT * BLOCK
+    src.scaled = False
+    src.scale1 = 1.0
+    src.scale2 = 1.0
+    return src
+
+
+cdef inline const real* load_block(const source* src, Py_ssize_t c0, Py_ssize_t n, bint again) noexcept nogil:
+    """Columns c0 to c0 + n, at most a block; again: they were loaded before, with the same scale."""
+    cdef real* out
+    cdef Py_ssize_t k
+    if src.v.direct and not src.scaled:
+        return <const real*>src.row + c0
+    out = src.buffer + c0 if src.resident else src.buffer
+    if again and src.resident:
+        return out
+    load_columns(src.v, src.row, c0, n, out)
+    if src.scaled:
+        for k in range(n):
+            out[k] = <real>(<double>out[k] * src.scale1 * src.scale2)
+    return out
