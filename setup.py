@@ -29,21 +29,21 @@ REAL = {"float32": "float", "float64": "double"}
 # The same bits at every level: no contraction, no reordering. errno and traps are not used.
 KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # An edited header or included file rebuilds everything; the whole package takes well under a minute.
-DEPENDS = sorted(str(p) for pattern in ("*.h", "*.pxi", "*.pxd") for p in CPU.glob(pattern))
+DEPENDS = ["setup.py"] + sorted(str(p) for pattern in ("*.h", "*.pxi", "*.pxd") for p in CPU.glob(pattern))
 
 
 def kernel_module(real, level):
     name = f"_{real}_{level}"
-    return Extension(f"fastnorm._cpu.{name}", [str(CPU / f"{name}.pyx")], define_macros=[("REAL", REAL[real])],
+    return Extension(f"fastnorm._cpu.{name}", [str(CPU / f"{name}.pyx")], define_macros=[("REAL", REAL[real]), ("CYTHON_INLINE", "inline __attribute__((always_inline))")],
                      include_dirs=[str(CPU)], depends=DEPENDS, extra_compile_args=KERNEL_FLAGS + LEVEL_FLAGS[level])
 
 
 def extensions():
     modules = [kernel_module(real, level) for real in REAL for level in LEVEL_FLAGS]
-    for name in ("_cpu/isa.pyx", "_cpu/row_norm.pyx", "_row_norm.py", "_layer_norm.py", "_rms_norm.py"):
+    for name in ("_cpu/isa.pyx", "_cpu/row_norm.pyx", "_cpu/common_case.pyx", "_row_norm.py", "_layer_norm.py", "_rms_norm.py"):
         modules.append(Extension(
             "fastnorm." + name.rsplit(".", 1)[0].replace("/", "."), ["fastnorm/" + name], depends=DEPENDS,
-            include_dirs=[str(CPU), numpy.get_include()], extra_compile_args=["-O2"],
+            include_dirs=[str(CPU), numpy.get_include()], extra_compile_args=["-O3", "-ffp-contract=off"],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION")]))
     return modules
 
@@ -61,7 +61,7 @@ class BuildExt(build_ext):
         if not levels:
             self.extensions = [e for e in self.extensions if not e.name.endswith(("_v3", "_v4"))]
         for e in self.extensions:
-            if e.name.endswith("row_norm"):
+            if e.name == "fastnorm._cpu.row_norm":
                 e.extra_compile_args += openmp
                 e.extra_link_args += openmp
             if levels:

@@ -1,5 +1,6 @@
 """Checks of arguments, with our error texts. Nothing here computes."""
 import operator
+from functools import cache
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
@@ -7,29 +8,41 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from fastnorm._backend import backend_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-_SUPPORTED = "float16, bfloat16, float32, float64 (integers and bool are computed as float64)"
 _INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+_SUPPORTED = "float16, bfloat16, float32, float64 (integers and bool are computed as float64)"
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+@cache
+def _types(dtype):
+    """(is supported, is a float, arithmetic type, result type). Cached: NumPy spells a dtype's name anew each time."""
+    name = dtype.name
+    is_float = name in FLOATS
+    return (is_float or name in _INTEGERS, is_float, _FLOAT64 if name == "float64" or not is_float else _FLOAT32,
+            dtype.newbyteorder("=") if is_float else _FLOAT64)
 
 
 def array(name, value, wing):
     """value as a plain array of the wing, of a dtype that kernels read."""
+    if type(value) is wing.xp.ndarray and _types(value.dtype)[0]:
+        return value
     if backend_of(name, value) is not wing:
         raise TypeError(f"{name}: {type(value).__module__}.{type(value).__qualname__} does not mix with the kind of "
                         f"array that x is; convert one of them first")
     value = wing.xp.asarray(value)
-    if value.dtype.name not in FLOATS and value.dtype.name not in _INTEGERS:
+    if not _types(value.dtype)[0]:
         raise TypeError(f"{name}: dtype {value.dtype} is not supported; expected {_SUPPORTED}")
     return value
 
 
 def arithmetic_type(dtype):
     """The dtype of statistics and sums: float32 for 16-bit types and float32, else float64."""
-    return np.dtype(np.float32 if dtype.name in ("float16", "bfloat16", "float32") else np.float64)
+    return _types(dtype)[2]
 
 
 def result_type(dtype):
     """The dtype of what has the dtype of an input: its own in native byte order, float64 for integers."""
-    return dtype.newbyteorder("=") if dtype.name in FLOATS else np.dtype(np.float64)
+    return _types(dtype)[3]
 
 
 def normalized_axes(x, axis):
@@ -100,7 +113,7 @@ def output(name, out, x, dtype, wing):
                         f"not {type(out).__module__}.{type(out).__qualname__}")
     if backend_of(name, out) is not wing:
         raise TypeError(f"{name}: {type(out).__qualname__} does not mix with the kind of array that x is")
-    if out.dtype.name not in FLOATS:
+    if not _types(out.dtype)[1]:
         raise TypeError(f"{name}: cannot cast the result from {dtype!r} to {out.dtype!r} with casting rule 'same_kind'; "
                         f"expected {', '.join(FLOATS)}")
     if out.shape != x.shape:

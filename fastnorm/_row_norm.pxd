@@ -1,4 +1,4 @@
 cpdef object forward(object x, object weight, object bias, object axis, object eps, object weight_offset, object out,
                      bint centered, bint with_statistics)
-cpdef tuple backward(object dy, object x, object mean, object rstd, object weight, object axis, object weight_offset,
+cpdef object backward(object dy, object x, object mean, object rstd, object weight, object axis, object weight_offset,
                      object param_grads, object out, bint centered)

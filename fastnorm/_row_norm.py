@@ -5,7 +5,7 @@ the doors call in here as in C.
 """
 import math
 
-from cython.cimports.fastnorm._cpu.row_norm import common_forward
+from cython.cimports.fastnorm._cpu.common_case import common_backward, common_forward
 
 from fastnorm import _arrays
 from fastnorm._backend import backend_of
@@ -14,10 +14,10 @@ from fastnorm._backend import backend_of
 def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_statistics):
     """y, or (y, mean, rstd) with_statistics; mean is None if not centered."""
     # Exact ndarrays, native, contiguous, trailing axis: what does not hold needs no message here.
-    if not with_statistics and type(axis) is int and axis == -1 and weight_offset == 0.0:
-        y = common_forward(x, weight, bias, eps, out, centered)
-        if y is not None:
-            return y
+    if type(axis) is int and axis == -1 and weight_offset == 0.0:
+        result = common_forward(x, weight, bias, eps, out, centered, with_statistics)
+        if result is not None:
+            return result
 
     wing = backend_of("x", x)
     xp = wing.xp
@@ -57,6 +57,10 @@ def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_stati
 
 def backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, centered):
     """(dx, dweight, dbias); dbias is None if not centered, both are without param_grads."""
+    if type(axis) is int and axis == -1 and weight_offset == 0.0:
+        result = common_backward(dy, x, mean, rstd, weight, param_grads, out, centered)
+        if result is not None:
+            return result
     wing = backend_of("x", x)
     xp = wing.xp
     x = _arrays.array("x", x, wing)

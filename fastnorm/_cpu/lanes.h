@@ -204,20 +204,33 @@ INLINE double total_value(total t) {
 
 /* sums[i] += a[i] in double; where real is double itself, what that rounds away goes to sums[n + i]. */
 INLINE void lanes_add_wide(double *sums, ptrdiff_t n, lanes a) {
-    real t[LANES];
-    lanes_store(t, a);
-    if (sizeof(real) == 4) {
-        for (int k = 0; k < LANES; k++) sums[k] += (double)t[k];
-    } else {
-        double s[LANES], rest[LANES];
-        for (int k = 0; k < LANES; k++) {
-            double z;
-            s[k] = sums[k] + t[k];
-            z = s[k] - sums[k];
-            rest[k] = (sums[k] - (s[k] - z)) + (t[k] - z);
+#if defined(__GNUC__)
+    /* Half a register of real at a time: what becomes a register of double. Left to itself the compiler goes one by one. */
+    typedef real half __attribute__((vector_size(VEC_BYTES / 2)));
+    typedef double wide __attribute__((vector_size(VEC_BYTES / 2 / sizeof(real) * sizeof(double))));
+    typedef double wide_anywhere __attribute__((vector_size(VEC_BYTES / 2 / sizeof(real) * sizeof(double)), aligned(8), may_alias));
+    enum { WIDE = VEC_BYTES / 2 / sizeof(real) };
+    UNROLLED for (int k = 0; k < N_VECS; k++) {
+        union { vec v; half h[2]; } u = {a.v[k]};
+        UNROLLED for (int h = 0; h < 2; h++) {
+            wide_anywhere *p = (wide_anywhere *)(sums + k * VEC_LANES + h * WIDE);
+            wide t = __builtin_convertvector(u.h[h], wide), old = *p, s = old + t;
+            *p = s;
+            if (sizeof(real) == 8) {
+                wide z = s - old;
+                wide_anywhere *rest = (wide_anywhere *)(sums + n + k * VEC_LANES + h * WIDE);
+                *rest += (old - (s - z)) + (t - z);
+            }
         }
-        for (int k = 0; k < LANES; k++) { sums[k] = s[k]; sums[n + k] += rest[k]; }
     }
+#else
+    for (int k = 0; k < LANES; k++) {
+        total t = {sums[k], 0};
+        t = total_add(t, a.v[k]);
+        sums[k] = t.sum;
+        if (sizeof(real) == 8) sums[n + k] += t.rest;
+    }
+#endif
 }
 
 /* mean(d*d) + eps below this may have lost bits to underflow: such rows are scaled and done again.

@@ -1,1 +1,9 @@
-cdef object common_forward(object x, object weight, object bias, object eps, object out, bint centered)
+"""What the early exit for the common case shares with the wing."""
+from fastnorm._cpu.kernels cimport job, kernels, view
+
+cdef Py_ssize_t STREAM_BYTES
+cdef void open_contiguous(view* v, void* data, int type, Py_ssize_t n_rows, Py_ssize_t n_cols, Py_ssize_t itemsize) noexcept
+cdef int run_forward(const kernels* k, const job* j) except -1
+cdef int run_backward(const kernels* k, const job* j) except -1
+cdef double* open_partials(job* j, const kernels* k) except NULL
+cdef void add_chunks(const job* j, const kernels* k, double* partials) noexcept nogil

@@ -3,14 +3,13 @@ from cpython.exc cimport PyErr_CheckSignals
 from cython.parallel cimport prange
 from libc.stdlib cimport malloc, free
 from libc.math cimport isfinite
+from libc.string cimport memcpy, memset
 cimport numpy as cnp
 
 from fastnorm._cpu.kernels cimport forward_kernel, job, kernels, row_statistics, view
 from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
 
 import os
-
-import numpy as np
 
 cnp.import_array()
 
@@ -24,11 +23,23 @@ cdef extern from "storage.h":
         ST_FLOAT16, ST_BFLOAT16, ST_FLOAT32, ST_FLOAT64
         ST_BOOL, ST_INT8, ST_UINT8, ST_INT16, ST_UINT16, ST_INT32, ST_UINT32, ST_INT64, ST_UINT64
 
-cdef dict STORAGE = {
-    "float16": ST_FLOAT16, "bfloat16": ST_BFLOAT16, "float32": ST_FLOAT32, "float64": ST_FLOAT64, "bool": ST_BOOL,
-    "int8": ST_INT8, "uint8": ST_UINT8, "int16": ST_INT16, "uint16": ST_UINT16,
-    "int32": ST_INT32, "uint32": ST_UINT32, "int64": ST_INT64, "uint64": ST_UINT64,
-}
+cdef int storage_type(cnp.ndarray a) except -1:
+    """ST_* of an array; its dtype was checked."""
+    cdef int type_num = cnp.PyArray_TYPE(a), size = cnp.PyArray_ITEMSIZE(a)
+    if type_num == cnp.NPY_FLOAT32:
+        return ST_FLOAT32
+    if type_num == cnp.NPY_FLOAT64:
+        return ST_FLOAT64
+    if type_num == cnp.NPY_FLOAT16:
+        return ST_FLOAT16
+    if type_num == cnp.NPY_BOOL:
+        return ST_BOOL
+    if cnp.PyTypeNum_ISUNSIGNED(type_num):
+        return ST_UINT8 if size == 1 else ST_UINT16 if size == 2 else ST_UINT32 if size == 4 else ST_UINT64
+    if cnp.PyTypeNum_ISSIGNED(type_num):
+        return ST_INT8 if size == 1 else ST_INT16 if size == 2 else ST_INT32 if size == 4 else ST_INT64
+    # The one type that is not NumPy's own: bfloat16 of ml_dtypes, whose number depends on the process.
+    return ST_BFLOAT16
 
 # Values; below, starting threads costs more than it saves. docs/benchmarks.md has the sweep.
 cdef Py_ssize_t PARALLEL_MIN = 1 << 16
@@ -79,7 +90,7 @@ cdef int open_view(view* v, cnp.ndarray a, int n_axes, const kernels* k) except 
     cdef const Py_ssize_t* shape = <const Py_ssize_t*>cnp.PyArray_DIMS(a)
     cdef const Py_ssize_t* strides = <const Py_ssize_t*>cnp.PyArray_STRIDES(a)
     v.data = <char*>cnp.PyArray_DATA(a)
-    v.type = STORAGE[a.dtype.name]
+    v.type = storage_type(a)
     v.swapped = not cnp.PyArray_ISNOTSWAPPED(a)
     v.row_ndim = merge(shape, strides, n_rows, v.row_shape, v.row_strides)
     v.col_ndim = merge(shape + n_rows, strides + n_rows, n_axes, v.col_shape, v.col_strides)
@@ -91,7 +102,7 @@ cdef int open_view(view* v, cnp.ndarray a, int n_axes, const kernels* k) except 
     return 0
 
 
-cdef inline void open_contiguous(view* v, void* data, int type, Py_ssize_t n_rows, Py_ssize_t n_cols, Py_ssize_t itemsize) noexcept:
+cdef void open_contiguous(view* v, void* data, int type, Py_ssize_t n_rows, Py_ssize_t n_cols, Py_ssize_t itemsize) noexcept:
     """The same for a native C-contiguous array of the arithmetic type."""
     v.data = <char*>data
     v.type = type
@@ -113,9 +124,13 @@ cdef inline void* data_or_null(object a):
     return NULL if a is None else cnp.PyArray_DATA(<cnp.ndarray>a)
 
 
+cdef inline bint is_float32_arithmetic(int type) noexcept:
+    return type == ST_FLOAT32 or type == ST_FLOAT16 or type == ST_BFLOAT16
+
+
 cdef const kernels* open_job(job* j, cnp.ndarray x, int n_axes, weight, rstd, double eps, bint centered) except NULL:
     """What forward and backward have in common. The kernels are those of the arithmetic type of x."""
-    cdef const kernels* k = float32_kernels if x.dtype.name in ("float32", "float16", "bfloat16") else float64_kernels
+    cdef const kernels* k = float32_kernels if is_float32_arithmetic(storage_type(x)) else float64_kernels
     cdef int i
     j.n_cols = 1
     for i in range(x.ndim - n_axes, x.ndim):
@@ -172,6 +187,10 @@ cdef inline Py_ssize_t share(Py_ssize_t n, int t, int n_threads) noexcept nogil:
 
 cdef inline Py_ssize_t n_blocks(Py_ssize_t n_cols, Py_ssize_t block) noexcept nogil:
     return (n_cols + block - 1) // block
+
+
+cdef inline Py_ssize_t n_chunks(const job* j) noexcept nogil:
+    return (j.n_rows + j.rows_per_chunk - 1) // j.rows_per_chunk
 
 
 cdef double* allocate(Py_ssize_t n) except NULL:
@@ -286,9 +305,12 @@ cdef int split_backward(const kernels* k, const job* j, int n_threads) except -1
 
 
 cdef int run_backward(const kernels* k, const job* j) except -1:
-    cdef Py_ssize_t chunks = (j.n_rows + j.rows_per_chunk - 1) // j.rows_per_chunk, c, count, step
+    cdef Py_ssize_t chunks = n_chunks(j), c, count, step
     cdef Py_ssize_t size = j.n_rows * j.n_cols
     cdef int n_threads = threads_for(size), t
+    if size < RELEASE_MIN:
+        k.backward(j, 0, chunks)
+        return 0
     if n_threads > 1 and chunks < 4 * n_threads and j.n_cols >= SPLIT_MIN:
         return split_backward(k, j, n_threads)
     n_threads = min(n_threads, chunks)
@@ -297,12 +319,54 @@ cdef int run_backward(const kernels* k, const job* j) except -1:
     while c < chunks:
         count = min(step, chunks - c)
         with nogil:
-            for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
-                k.backward(j, c + share(count, t, n_threads), c + share(count, t + 1, n_threads))
+            if n_threads == 1:
+                k.backward(j, c, c + count)
+            else:
+                for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
+                    k.backward(j, c + share(count, t, n_threads), c + share(count, t + 1, n_threads))
         c += count
         if c < chunks:
             PyErr_CheckSignals()
     return 0
+
+
+cdef double* open_partials(job* j, const kernels* k) except NULL:
+    """Chunks of rows, by the shape alone, and zeroed partial sums for them; the caller frees them."""
+    cdef Py_ssize_t lanes = 64 // real_size(k), size
+    cdef double* partials
+    j.rows_per_chunk = (max(MIN_CHUNK, (j.n_rows + MAX_CHUNKS - 1) // MAX_CHUNKS) + 3) // 4 * 4
+    j.partial_cols = (j.n_cols + lanes - 1) // lanes * lanes
+    size = n_chunks(j) * j.partial_cols * real_size(k) // 4
+    partials = allocate(2 * size)
+    memset(partials, 0, 2 * size * sizeof(double))
+    j.dweight_partial = partials
+    j.dbias_partial = partials + size
+    return partials
+
+
+cdef void add_chunks(const job* j, const kernels* k, double* partials) noexcept nogil:
+    """Add the chunks up in order, into the first of them; where real is double, with what that rounds away."""
+    cdef Py_ssize_t columns = j.partial_cols, i, chunk
+    cdef bint compensated = real_size(k) == 8
+    cdef double* sums = partials
+    cdef double* rest = partials + columns
+    cdef double* p = partials
+    cdef double a, z
+    for chunk in range(1, n_chunks(j)):
+        p += (2 if compensated else 1) * columns
+        if not compensated:
+            for i in range(columns):
+                sums[i] += p[i]
+            continue
+        for i in range(columns):
+            a = sums[i] + p[i]
+            z = a - sums[i]
+            rest[i] += ((sums[i] - (a - z)) + (p[i] - z)) + p[columns + i]
+            sums[i] = a
+    if compensated:
+        for i in range(columns):
+            if isfinite(sums[i]):
+                sums[i] += rest[i]
 
 
 def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, mean, cnp.ndarray rstd, cnp.ndarray dx,
@@ -310,122 +374,22 @@ def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, mean, c
     """Fill dx, dweight and dbias. fastnorm._backend has the contract of all wings."""
     cdef job j
     cdef const kernels* k = open_job(&j, x, n_axes, weight, rstd, 0.0, centered)
-    cdef Py_ssize_t lanes = 64 // real_size(k), wide = real_size(k) // 4, chunks
-    j.mean = data_or_null(mean)
-    open_view(&j.dy, dy, n_axes, k)
-    open_view(&j.dx, dx, n_axes, k)
-    j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(x)
-                and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(dy))
-    j.rows_per_chunk = max(MIN_CHUNK, (j.n_rows + MAX_CHUNKS - 1) // MAX_CHUNKS)
-    j.rows_per_chunk = (j.rows_per_chunk + 3) // 4 * 4
-    j.partial_cols = (j.n_cols + lanes - 1) // lanes * lanes
-    j.dweight_partial = j.dbias_partial = NULL
-    chunks = (j.n_rows + j.rows_per_chunk - 1) // j.rows_per_chunk
-    if dweight is not None:
-        # IN OUT partial: double[2, chunks, wide, columns], wide for what a double sum rounds away
-        partial = np.zeros((2, chunks, wide, j.partial_cols))
-        j.dweight_partial = <double*>cnp.PyArray_DATA(<cnp.ndarray>partial)
-        j.dbias_partial = j.dweight_partial + chunks * wide * j.partial_cols
-    run_backward(k, &j)
-    if dweight is not None:
-        add_chunks(partial[0], dweight)
+    cdef double* partials = open_partials(&j, k)
+    try:
+        j.mean = data_or_null(mean)
+        open_view(&j.dy, dy, n_axes, k)
+        open_view(&j.dx, dx, n_axes, k)
+        j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(x)
+                    and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(dy))
+        if dweight is None:
+            j.dweight_partial = j.dbias_partial = NULL
+            run_backward(k, &j)
+            return
+        run_backward(k, &j)
+        add_chunks(&j, k, j.dweight_partial)
+        memcpy(data_or_null(dweight), j.dweight_partial, j.n_cols * sizeof(double))
         if dbias is not None:
-            add_chunks(partial[1], dbias)
-
-
-cdef int add_chunks(cnp.ndarray partial, cnp.ndarray sums) except -1:
-    """sums = the chunks' partial sums added in order, compensated. IN partial [chunks, wide, columns], OUT double sums"""
-    cdef Py_ssize_t n_cols = sums.shape[0], chunks = partial.shape[0], wide = partial.shape[1], columns = partial.shape[2]
-    cdef const double* p = <const double*>cnp.PyArray_DATA(partial)
-    cdef double* s = <double*>cnp.PyArray_DATA(sums)
-    cdef double* rest = allocate(n_cols)
-    cdef Py_ssize_t i, k
-    cdef double a, z
-    with nogil:
-        for i in range(n_cols):
-            s[i] = 0
-            rest[i] = 0
-        for k in range(chunks):
-            for i in range(n_cols):
-                a = s[i] + p[i]
-                z = a - s[i]
-                rest[i] = rest[i] + ((s[i] - (a - z)) + (p[i] - z))
-                s[i] = a
-            if wide == 2:
-                for i in range(n_cols):
-                    rest[i] = rest[i] + p[columns + i]
-            p += wide * columns
-        for i in range(n_cols):
-            if isfinite(s[i]):
-                s[i] = s[i] + rest[i]
-    free(rest)
-    return 0
-
-
-# ---------------------------------------------------------------------------------------------
-# The common case, at the price of a ufunc call
-# ---------------------------------------------------------------------------------------------
-
-cdef inline bint is_plain(object a, int type_num) noexcept:
-    """An exact ndarray of the type, native and C-contiguous."""
-    return (type(a) is cnp.ndarray and cnp.PyArray_TYPE(<cnp.ndarray>a) == type_num
-            and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>a) and cnp.PyArray_ISNOTSWAPPED(<cnp.ndarray>a))
-
-
-cdef inline bint apart(cnp.ndarray a, cnp.ndarray b) noexcept:
-    cdef char* p = <char*>cnp.PyArray_DATA(a)
-    cdef char* q = <char*>cnp.PyArray_DATA(b)
-    return p + cnp.PyArray_NBYTES(a) <= q or q + cnp.PyArray_NBYTES(b) <= p
-
-
-cdef object common_forward(object x, object weight, object bias, object eps, object out, bint centered):
-    """The common case, without the checks that it does not need: plain arrays of one arithmetic
-    type, normalized along the last axis. None if this is not that case."""
-    cdef job j
-    cdef int type_num, ndim
-    cdef Py_ssize_t n_cols, size
-    cdef cnp.ndarray xa, ya
-    if type(x) is not cnp.ndarray or type(eps) is not float:
-        return None
-    xa = <cnp.ndarray>x
-    type_num = cnp.PyArray_TYPE(xa)
-    ndim = cnp.PyArray_NDIM(xa)
-    size = cnp.PyArray_SIZE(xa)
-    if not (type_num == cnp.NPY_FLOAT32 or type_num == cnp.NPY_FLOAT64) or ndim == 0 or size == 0 or not is_plain(x, type_num):
-        return None
-    n_cols = cnp.PyArray_DIM(xa, ndim - 1)
-    j.eps = <double>eps
-    if not 0 <= j.eps < float("inf"):
-        return None
-    j.weight = NULL
-    j.bias = NULL
-    if weight is not None:
-        if not is_plain(weight, type_num) or cnp.PyArray_NDIM(weight) != 1 or cnp.PyArray_DIM(weight, 0) != n_cols:
-            return None
-        j.weight = cnp.PyArray_DATA(<cnp.ndarray>weight)
-    if bias is not None:
-        if not is_plain(bias, type_num) or cnp.PyArray_NDIM(bias) != 1 or cnp.PyArray_DIM(bias, 0) != n_cols:
-            return None
-        j.bias = cnp.PyArray_DATA(<cnp.ndarray>bias)
-    if out is None:
-        ya = cnp.PyArray_EMPTY(ndim, cnp.PyArray_DIMS(xa), type_num, 0)
-    else:
-        if not is_plain(out, type_num) or not cnp.PyArray_ISWRITEABLE(out) or not cnp.PyArray_SAMESHAPE(out, xa):
-            return None
-        ya = <cnp.ndarray>out
-        if not ((cnp.PyArray_DATA(ya) == cnp.PyArray_DATA(xa) or apart(ya, xa))
-                and (weight is None or apart(ya, weight)) and (bias is None or apart(ya, bias))):
-            return None
-    j.n_cols = n_cols
-    j.n_rows = size // n_cols
-    j.centered = centered
-    j.stream = False
-    if size * cnp.PyArray_ITEMSIZE(xa) >= STREAM_BYTES:
-        j.stream = cnp.PyArray_DATA(ya) != cnp.PyArray_DATA(xa)
-    j.mean = j.rstd = NULL
-    open_contiguous(&j.x, cnp.PyArray_DATA(xa), ST_FLOAT32 if type_num == cnp.NPY_FLOAT32 else ST_FLOAT64,
-                    j.n_rows, n_cols, cnp.PyArray_ITEMSIZE(xa))
-    j.y = j.x
-    j.y.data = <char*>cnp.PyArray_DATA(ya)
-    run_forward(float32_kernels if type_num == cnp.NPY_FLOAT32 else float64_kernels, &j)
-    return ya
+            add_chunks(&j, k, j.dbias_partial)
+            memcpy(data_or_null(dbias), j.dbias_partial, j.n_cols * sizeof(double))
+    finally:
+        free(partials)
