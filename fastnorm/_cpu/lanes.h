@@ -116,7 +116,7 @@ INLINE void stream_fence(void) {
 
 INLINE void prefetch(const void *p) {
 #if defined(__GNUC__)
-    __builtin_prefetch(p, 0, 3);
+    __builtin_prefetch(p, 0, 2);
 #endif
 }
 

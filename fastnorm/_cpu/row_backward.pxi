@@ -123,55 +123,68 @@ cdef inline lanes gradient_lanes(lanes x, lanes dy, lanes w, const gradient_row*
     return lanes_mul(lanes_sub(wdy, lanes_mul(h, lanes_fill(row.c1))), lanes_fill(row.rstd))
 
 
+cdef inline void apply_gradient_lanes(const in_real* x, const in_real* dy, const out_real* dx, const gradient_row* rows,
+                                      Py_ssize_t i, Py_ssize_t n, const real* w, double* dweight, double* dbias,
+                                      Py_ssize_t partial_cols, bint centered, bint stream, int n_rows) noexcept nogil:
+    """n columns from i on, at most one lane group: dx of a group of rows, their part of dweight and dbias."""
+    cdef lanes zero = lanes_fill(0)
+    cdef lanes wl = lanes_load_part(w + i, n, zero) if w != NULL else zero
+    cdef lanes dw = zero, db = zero
+    cdef lanes g
+    cdef lanes[GROUP] t
+    cdef int k
+    # All loads before all stores: rows a multiple of 4 KiB apart look alike to the processor, which
+    # would hold a load back until the store before it is done.
+    for k in range(n_rows):
+        g = lanes_load_part(dy[k] + i, n, zero)
+        t[k] = gradient_lanes(lanes_load_part(x[k] + i, n, lanes_fill(rows[k].hi)), g, wl, rows + k, centered, w != NULL, &dw)
+        if centered:
+            db = lanes_add(db, g)
+    for k in range(n_rows):
+        if stream:
+            lanes_stream(dx[k] + i, t[k])
+        else:
+            lanes_store_part(dx[k] + i, n, t[k])
+    if dweight != NULL:
+        lanes_add_wide(dweight + i, partial_cols, dw)
+        if centered:
+            lanes_add_wide(dbias + i, partial_cols, db)
+
+
 cdef inline void apply_gradient(const in_real* x, const in_real* dy, const out_real* dx, const gradient_row* rows, Py_ssize_t n,
                                 const real* w, double* dweight, double* dbias, Py_ssize_t partial_cols,
-                                bint centered, bint stream, int n_rows) noexcept nogil:
-    """dx of n columns of a group of rows, and their part of dweight and dbias."""
-    cdef lanes zero = lanes_fill(0)
-    cdef lanes t, g, wl, dw, db
+                                bint centered, bint stream, int n_rows, const in_bytes* ahead) noexcept nogil:
+    """dx of n columns of a group of rows, their part of dweight and dbias. ahead: what the next group
+    will read, fetched while this one computes."""
     cdef Py_ssize_t i = 0
     cdef int k
-    while i < n:
-        dw = db = wl = zero
-        if i + LANES <= n:
-            if w != NULL:
-                wl = lanes_load(w + i)
-            for k in range(n_rows):
-                g = lanes_load(dy[k] + i)
-                t = gradient_lanes(lanes_load(x[k] + i), g, wl, rows + k, centered, w != NULL, &dw)
-                if centered:
-                    db = lanes_add(db, g)
-                if stream:
-                    lanes_stream(dx[k] + i, t)
-                else:
-                    lanes_store(dx[k] + i, t)
-        else:
-            if w != NULL:
-                wl = lanes_load_part(w + i, n - i, zero)
-            for k in range(n_rows):
-                g = lanes_load_part(dy[k] + i, n - i, zero)
-                t = gradient_lanes(lanes_load_part(x[k] + i, n - i, lanes_fill(rows[k].hi)), g, wl, rows + k,
-                                   centered, w != NULL, &dw)
-                if centered:
-                    db = lanes_add(db, g)
-                lanes_store_part(dx[k] + i, n - i, t)
-        if dweight != NULL:
-            lanes_add_wide(dweight + i, partial_cols, dw)
-            if centered:
-                lanes_add_wide(dbias + i, partial_cols, db)
+    if stream:
+        # Whole cache lines only; all rows start at the same place inside one.
+        i = min(n, <Py_ssize_t>((64 - <size_t>dx[0] % 64) % 64 // sizeof(real)))
+        if i > 0:
+            apply_gradient_lanes(x, dy, dx, rows, 0, i, w, dweight, dbias, partial_cols, centered, False, n_rows)
+    while i + LANES <= n:
+        if ahead != NULL:
+            for k in range(2 * n_rows):
+                prefetch(ahead[k] + i * sizeof(real))
+        apply_gradient_lanes(x, dy, dx, rows, i, LANES, w, dweight, dbias, partial_cols, centered, stream, n_rows)
         i += LANES
+    if i < n:
+        apply_gradient_lanes(x, dy, dx, rows, i, n - i, w, dweight, dbias, partial_cols, centered, False, n_rows)
 
 
-cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t c0, Py_ssize_t c1, double* dweight, double* dbias,
-                             real* dx_buffer, bint centered, int n_rows) noexcept nogil:
-    """Columns c0 (the start of a block) to c1 of a group of rows."""
+cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1, double* dweight,
+                             double* dbias, real* dx_buffer, bint centered, int n_rows) noexcept nogil:
+    """Columns c0 (the start of a block) to c1 of the group of rows that starts at r."""
     cdef in_real w = <in_real>j.weight
     cdef in_real[GROUP] x
     cdef in_real[GROUP] dy
     cdef out_real[GROUP] dx
-    cdef Py_ssize_t n
+    cdef in_bytes[2 * GROUP] ahead
+    cdef Py_ssize_t n, first
     cdef int k
     cdef bint stream
+    cdef bint fetch = j.stream and j.x.direct and j.dy.direct and r + 2 * n_rows <= j.n_rows
     while c0 < c1:
         n = min(<Py_ssize_t>BLOCK, c1 - c0)
         stream = j.stream and j.dx.direct
@@ -179,13 +192,19 @@ cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t c0, Py
             x[k] = load_block(&rows[k].x, c0, n, False)
             dy[k] = load_block(&rows[k].dy, c0, n, False)
             dx[k] = <real*>rows[k].dx + c0 if j.dx.direct else dx_buffer + k * BLOCK
-            stream = stream and <size_t>dx[k] % 64 == 0
+            stream = stream and (<size_t>dx[k] - <size_t>dx[0]) % 64 == 0 and <size_t>dx[k] % sizeof(real) == 0
+            if fetch:
+                ahead[2 * k] = row_start(&j.x, r + n_rows + k) + c0 * sizeof(real)
+                ahead[2 * k + 1] = row_start(&j.dy, r + n_rows + k) + c0 * sizeof(real)
+        # The flags as literals: bodies without the branch.
         if stream:
             apply_gradient(x, dy, dx, rows, n, w + c0 if w != NULL else NULL, dweight + c0 if dweight != NULL else NULL,
-                           dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, True, n_rows)
+                           dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, True, n_rows,
+                           ahead if fetch else NULL)
         else:
             apply_gradient(x, dy, dx, rows, n, w + c0 if w != NULL else NULL, dweight + c0 if dweight != NULL else NULL,
-                           dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, False, n_rows)
+                           dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, False, n_rows,
+                           ahead if fetch else NULL)
         if not j.dx.direct:
             for k in range(n_rows):
                 store_columns(&j.dx, rows[k].dx, c0, n, dx[k])
@@ -210,12 +229,12 @@ cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, r
             for k in range(GROUP):
                 open_gradient_row(j, r + k, buffers + 2 * k * BLOCK, buffers + (2 * k + 1) * BLOCK, &rows[k])
                 row_gradient_sums(j, &rows[k], centered)
-            group_apply(j, rows, 0, j.n_cols, dweight, dbias, buffers + 2 * GROUP * BLOCK, centered, GROUP)
+            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 2 * GROUP * BLOCK, centered, GROUP)
             r += GROUP
         else:
             open_gradient_row(j, r, buffers, buffers + BLOCK, &rows[0])
             row_gradient_sums(j, &rows[0], centered)
-            group_apply(j, rows, 0, j.n_cols, dweight, dbias, buffers + 2 * GROUP * BLOCK, centered, 1)
+            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 2 * GROUP * BLOCK, centered, 1)
             r += 1
 
 
@@ -293,12 +312,12 @@ cdef void piece_gradient_apply(const job* j, Py_ssize_t c0, Py_ssize_t c1, const
                 for k in range(GROUP):
                     open_gradient_row(j, r + k, buffers + 2 * k * BLOCK, buffers + (2 * k + 1) * BLOCK, &rows[k])
                     restore(st + r + k, &rows[k])
-                group_apply(j, rows, c0, c1, dweight, dbias, buffers + 2 * GROUP * BLOCK, j.centered, GROUP)
+                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 2 * GROUP * BLOCK, j.centered, GROUP)
                 r += GROUP
             else:
                 open_gradient_row(j, r, buffers, buffers + BLOCK, &rows[0])
                 restore(st + r, &rows[0])
-                group_apply(j, rows, c0, c1, dweight, dbias, buffers + 2 * GROUP * BLOCK, j.centered, 1)
+                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 2 * GROUP * BLOCK, j.centered, 1)
                 r += 1
     if j.stream:
         stream_fence()

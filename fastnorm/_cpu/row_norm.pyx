@@ -335,7 +335,8 @@ cdef double* open_partials(job* j, const kernels* k) except NULL:
     cdef Py_ssize_t lanes = 64 // real_size(k), size
     cdef double* partials
     j.rows_per_chunk = (max(MIN_CHUNK, (j.n_rows + MAX_CHUNKS - 1) // MAX_CHUNKS) + 3) // 4 * 4
-    j.partial_cols = (j.n_cols + lanes - 1) // lanes * lanes
+    # Room for a whole lane group from any column.
+    j.partial_cols = (j.n_cols + lanes - 1) // lanes * lanes + lanes
     size = n_chunks(j) * j.partial_cols * real_size(k) // 4
     partials = allocate(2 * size)
     memset(partials, 0, 2 * size * sizeof(double))

@@ -11,6 +11,7 @@ cdef extern from "lanes.h" nogil:
     ctypedef double real
     ctypedef const real* in_real "const real*"
     ctypedef real* out_real "real*"
+    ctypedef const char* in_bytes "const char*"
     ctypedef struct lanes:
         pass
     ctypedef struct total:
