@@ -64,6 +64,13 @@ enum {
 
 typedef struct { vec v[N_VECS]; } lanes;
 
+/* Room for one block, on whole cache lines: a store across two of them costs twice. */
+#if defined(__GNUC__)
+typedef struct { real v[BLOCK]; } __attribute__((aligned(64))) block;
+#else
+typedef struct { real v[BLOCK]; } block;
+#endif
+
 INLINE lanes lanes_fill(real a) {
     lanes r;
     UNROLLED for (int k = 0; k < N_VECS; k++) r.v[k] = VEC_FILL(a);

@@ -86,10 +86,9 @@ cdef inline void settle_gradient(const gradient_totals* t, Py_ssize_t n_cols, bi
 
 
 cdef inline void open_gradient_row(const job* j, Py_ssize_t r, real* x_buffer, real* dy_buffer, gradient_row* row) noexcept nogil:
-    row.x = open_row(&j.x, r, j.n_cols, x_buffer)
-    row.dy = open_row(&j.dy, r, j.n_cols, dy_buffer)
     # Buffers hold one block of each row of a group.
-    row.x.resident = row.dy.resident = False
+    row.x = open_row(&j.x, r, x_buffer, False)
+    row.dy = open_row(&j.dy, r, dy_buffer, False)
     row.dx = row_start(&j.dx, r)
     row.hi = (<real*>j.mean)[r] if j.centered else 0
     row.rstd = (<real*>j.rstd)[r]
@@ -207,7 +206,7 @@ cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t r, Py_
                            ahead if fetch else NULL)
         if not j.dx.direct:
             for k in range(n_rows):
-                store_columns(&j.dx, rows[k].dx, c0, n, dx[k])
+                store_columns(&j.dx, rows[k].dx, c0, n, dx[k], j.stream)
         c0 += BLOCK
 
 
@@ -217,7 +216,7 @@ cdef inline double* chunk_partial(const job* j, double* partials, Py_ssize_t chu
     return partials + chunk * j.partial_cols * (2 if sizeof(real) == 8 else 1)
 
 
-cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, real* buffers) noexcept nogil:
+cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, block* buffers) noexcept nogil:
     cdef gradient_row[GROUP] rows
     cdef double* dweight = chunk_partial(j, j.dweight_partial, chunk)
     cdef double* dbias = chunk_partial(j, j.dbias_partial, chunk)
@@ -227,20 +226,20 @@ cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, r
     while r < end:
         if r + GROUP <= end:
             for k in range(GROUP):
-                open_gradient_row(j, r + k, buffers + 2 * k * BLOCK, buffers + (2 * k + 1) * BLOCK, &rows[k])
+                open_gradient_row(j, r + k, buffers[2 * k].v, buffers[2 * k + 1].v, &rows[k])
                 row_gradient_sums(j, &rows[k], centered)
-            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 2 * GROUP * BLOCK, centered, GROUP)
+            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers[2 * GROUP].v, centered, GROUP)
             r += GROUP
         else:
-            open_gradient_row(j, r, buffers, buffers + BLOCK, &rows[0])
+            open_gradient_row(j, r, buffers[0].v, buffers[1].v, &rows[0])
             row_gradient_sums(j, &rows[0], centered)
-            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 2 * GROUP * BLOCK, centered, 1)
+            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers[2 * GROUP].v, centered, 1)
             r += 1
 
 
 cdef void backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept nogil:
     """Chunks chunk0 to chunk1. Their partial sums start at zero."""
-    cdef real[3 * GROUP * 1024] buffers
+    cdef block[3 * GROUP] buffers
     cdef Py_ssize_t chunk
     for chunk in range(chunk0, chunk1):
         if j.centered:
@@ -256,11 +255,11 @@ cdef void backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept 
 cdef void piece_gradient_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1, double* sums) noexcept nogil:
     """OUT sums[3 * block + 0, 1, 2]: of d, wdy and wdy * d."""
     cdef in_real w = <in_real>j.weight
-    cdef real[2 * 1024] buffers
+    cdef block[2] buffers
     cdef gradient_row row
     cdef real a = 0, b = 0, c = 0
     cdef Py_ssize_t k, c0, n
-    open_gradient_row(j, r, buffers, buffers + BLOCK, &row)
+    open_gradient_row(j, r, buffers[0].v, buffers[1].v, &row)
     for k in range(block0, block1):
         c0 = k * BLOCK
         n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
@@ -296,7 +295,7 @@ cdef inline void restore(const row_statistics* st, gradient_row* row) noexcept n
 
 cdef void piece_gradient_apply(const job* j, Py_ssize_t c0, Py_ssize_t c1, const row_statistics* st) noexcept nogil:
     """Columns c0 (the start of a block) to c1 of all rows, in the order of chunk_backward."""
-    cdef real[3 * GROUP * 1024] buffers
+    cdef block[3 * GROUP] buffers
     cdef gradient_row[GROUP] rows
     cdef double* dweight
     cdef double* dbias
@@ -310,14 +309,14 @@ cdef void piece_gradient_apply(const job* j, Py_ssize_t c0, Py_ssize_t c1, const
         while r < end:
             if r + GROUP <= end:
                 for k in range(GROUP):
-                    open_gradient_row(j, r + k, buffers + 2 * k * BLOCK, buffers + (2 * k + 1) * BLOCK, &rows[k])
+                    open_gradient_row(j, r + k, buffers[2 * k].v, buffers[2 * k + 1].v, &rows[k])
                     restore(st + r + k, &rows[k])
-                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 2 * GROUP * BLOCK, j.centered, GROUP)
+                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers[2 * GROUP].v, j.centered, GROUP)
                 r += GROUP
             else:
-                open_gradient_row(j, r, buffers, buffers + BLOCK, &rows[0])
+                open_gradient_row(j, r, buffers[0].v, buffers[1].v, &rows[0])
                 restore(st + r, &rows[0])
-                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 2 * GROUP * BLOCK, j.centered, 1)
+                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers[2 * GROUP].v, j.centered, 1)
                 r += 1
     if j.stream:
         stream_fence()

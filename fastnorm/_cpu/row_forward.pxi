@@ -175,9 +175,10 @@ cdef inline lanes x_hat(lanes x, lanes hi, lanes lo, lanes rstd, bint centered) 
 
 cdef inline void apply_block(const real* x, real* y, Py_ssize_t n, real hi, real lo, real rstd,
                              const real* w, const real* b, bint centered, bint stream,
-                             const char* ahead) noexcept nogil:
-    """y = ((x - hi) - lo) * rstd * w + b over n columns. ahead: what the next row will read, fetched
-    while this one is written, since stores past the cache leave the memory bus idle otherwise."""
+                             const char* ahead, Py_ssize_t ahead_size) noexcept nogil:
+    """y = ((x - hi) - lo) * rstd * w + b over n columns. ahead: what the next row will read, ahead_size
+    bytes a column, fetched while this one is written, since stores past the cache leave the memory
+    bus idle otherwise."""
     cdef lanes h = lanes_fill(hi), l = lanes_fill(lo), r = lanes_fill(rstd), zero = lanes_fill(0)
     cdef lanes t
     cdef Py_ssize_t i = 0, k
@@ -193,7 +194,7 @@ cdef inline void apply_block(const real* x, real* y, Py_ssize_t n, real hi, real
             lanes_store_part(y, k, t)
         i = k
         while i + LANES <= n:
-            prefetch(ahead + i * sizeof(real))
+            prefetch(ahead + i * ahead_size)
             t = x_hat(lanes_load(x + i), h, l, r, centered)
             if w != NULL:
                 t = lanes_mul(t, lanes_load(w + i))
@@ -203,6 +204,8 @@ cdef inline void apply_block(const real* x, real* y, Py_ssize_t n, real hi, real
             i += LANES
     else:
         while i + LANES <= n:
+            if ahead != NULL:
+                prefetch(ahead + i * ahead_size)
             t = x_hat(lanes_load(x + i), h, l, r, centered)
             if w != NULL:
                 t = lanes_mul(t, lanes_load(w + i))
@@ -219,59 +222,85 @@ cdef inline void apply_block(const real* x, real* y, Py_ssize_t n, real hi, real
         lanes_store_part(y + i, n - i, t)
 
 
-cdef inline void row_apply(const job* j, const source* src, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1,
-                           real hi, real lo, real rstd, bint centered, real* y_buffer) noexcept nogil:
-    """Columns c0 (the start of a block) to c1 of row r of y."""
-    cdef in_real w = <in_real>j.weight
-    cdef in_real b = <in_real>j.bias
-    cdef char* y_row = row_start(&j.y, r)
-    cdef const char* ahead = src.row
-    cdef const real* x
-    cdef real* y
-    cdef Py_ssize_t n
-    if j.stream and r + 1 < j.n_rows:
-        ahead = row_start(&j.x, r + 1)
-    while c0 < c1:
-        n = min(<Py_ssize_t>BLOCK, c1 - c0)
-        x = load_block(src, c0, n, True)
-        y = <real*>y_row + c0 if j.y.direct else y_buffer
-        apply_block(x, y, n, hi, lo, rstd, w + c0 if w != NULL else NULL, b + c0 if b != NULL else NULL,
-                    centered, j.stream and j.y.direct, ahead + c0 * sizeof(real))
-        if not j.y.direct:
-            store_columns(&j.y, y_row, c0, n, y)
-        c0 += BLOCK
+# What the second sweep needs to know of a row.
+cdef struct forward_row:
+    source src
+    char* y
+    const char* ahead      # the row to fetch meanwhile, or NULL
+    real hi, lo, rstd
 
 
-cdef inline void row_forward(const job* j, Py_ssize_t r, bint centered, real* x_buffer, real* y_buffer) noexcept nogil:
-    cdef source src = open_row(&j.x, r, j.n_cols, x_buffer)
-    cdef real hi = 0, lo = 0, rstd
+cdef inline void open_forward_row(const job* j, Py_ssize_t r, Py_ssize_t distance, real* x_buffer, bint resident,
+                                  forward_row* row) noexcept nogil:
+    row.src = open_row(&j.x, r, x_buffer, resident)
+    row.y = row_start(&j.y, r)
+    row.ahead = NULL
+    if j.stream and r + distance < j.n_rows and is_contiguous(&j.x):
+        row.ahead = row_start(&j.x, r + distance)
+
+
+cdef inline void row_statistics_of(const job* j, Py_ssize_t r, forward_row* row, bint centered) noexcept nogil:
     cdef double mean = 0, saved_rstd = 0
-    cdef const real* x = load_block(&src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False)
-    if centered:
-        hi = first_mean(x, j.n_cols)
+    cdef const real* x = load_block(&row.src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False)
+    row.hi = first_mean(x, j.n_cols) if centered else 0
+    row.lo = 0
     # A row of one block stands in the buffer already.
-    if sum_and_settle(&src, j.n_cols, j.eps, centered, j.n_cols <= BLOCK, &hi, &lo, &mean, &saved_rstd) == SETTLED:
-        rstd = <real>saved_rstd
+    if sum_and_settle(&row.src, j.n_cols, j.eps, centered, row.src.resident and j.n_cols <= BLOCK,
+                      &row.hi, &row.lo, &mean, &saved_rstd) == SETTLED:
+        row.rstd = <real>saved_rstd
     else:
-        rescue(&src, j.n_cols, j.eps, centered, &hi, &lo, &rstd, &mean, &saved_rstd)
-    row_apply(j, &src, r, 0, j.n_cols, hi, lo, rstd, centered, y_buffer)
+        rescue(&row.src, j.n_cols, j.eps, centered, &row.hi, &row.lo, &row.rstd, &mean, &saved_rstd)
     if j.mean != NULL:
         (<real*>j.mean)[r] = <real>mean
     if j.rstd != NULL:
         (<real*>j.rstd)[r] = <real>saved_rstd
 
 
+cdef inline void row_apply(const job* j, const forward_row* row, Py_ssize_t c0, Py_ssize_t n, bint centered,
+                           real* y_buffer) noexcept nogil:
+    """n columns from c0 on, at most a block, of a row of y."""
+    cdef in_real w = <in_real>j.weight
+    cdef in_real b = <in_real>j.bias
+    cdef const real* x = load_block(&row.src, c0, n, True)
+    cdef real* y = <real*>row.y + c0 if j.y.direct else y_buffer
+    apply_block(x, y, n, row.hi, row.lo, row.rstd, w + c0 if w != NULL else NULL, b + c0 if b != NULL else NULL,
+                centered, j.stream and j.y.direct,
+                row.ahead + c0 * j.x.itemsize if row.ahead != NULL else NULL, j.x.itemsize)
+    if not j.y.direct:
+        store_columns(&j.y, row.y, c0, n, y, j.stream)
+
+
+cdef inline void group_forward(const job* j, Py_ssize_t r, int n_rows, bint centered, bint resident, real* x_buffer,
+                               real* y_buffer) noexcept nogil:
+    """Rows side by side: each block of weight and bias is fetched once for all of them."""
+    cdef forward_row[GROUP] rows
+    cdef Py_ssize_t c0 = 0
+    cdef int k
+    for k in range(n_rows):
+        open_forward_row(j, r + k, n_rows, x_buffer, resident, &rows[k])
+        row_statistics_of(j, r + k, &rows[k], centered)
+    while c0 < j.n_cols:
+        for k in range(n_rows):
+            row_apply(j, &rows[k], c0, min(<Py_ssize_t>BLOCK, j.n_cols - c0), centered, y_buffer)
+        c0 += BLOCK
+
+
 cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
-    cdef real[RESIDENT * 1024] x_buffer
-    cdef real[1024] y_buffer
-    cdef Py_ssize_t r
+    cdef block[RESIDENT] x_buffer
+    cdef block y_buffer
+    cdef bint contiguous = is_contiguous(&j.x)
+    # Strided rows are loaded once and kept; contiguous ones are cheap to load again from the cache.
+    cdef bint resident = j.n_cols <= BLOCK or (not contiguous and j.n_cols <= RESIDENT * BLOCK)
+    cdef int group = GROUP
+    if j.n_cols <= BLOCK or not contiguous or GROUP * j.n_cols * j.x.itemsize > GROUP_BYTES:
+        group = 1
     # The flag as a literal: two bodies, each without the branch.
-    if j.centered:
-        for r in range(r0, r1):
-            row_forward(j, r, True, x_buffer, y_buffer)
-    else:
-        for r in range(r0, r1):
-            row_forward(j, r, False, x_buffer, y_buffer)
+    while r0 < r1:
+        if j.centered:
+            group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), True, resident, x_buffer[0].v, y_buffer.v)
+        else:
+            group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), False, resident, x_buffer[0].v, y_buffer.v)
+        r0 += group
     if j.stream:
         stream_fence()
 
@@ -279,16 +308,16 @@ cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
 # One long row in pieces: the same blocks, the same order of adding them up.
 
 cdef double piece_first_mean(const job* j, Py_ssize_t r) noexcept nogil:
-    cdef real[RESIDENT * 1024] buffer
-    cdef source src = open_row(&j.x, r, j.n_cols, buffer)
+    cdef block buffer
+    cdef source src = open_row(&j.x, r, buffer.v, False)
     cdef const real* x = load_block(&src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False)
     return first_mean(x, j.n_cols) if j.centered else 0
 
 
 cdef void piece_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1, double hi, double* sums) noexcept nogil:
     """OUT sums[2 * block], sums[2 * block + 1]: of d and of d*d."""
-    cdef real[RESIDENT * 1024] buffer
-    cdef source src = open_row(&j.x, r, j.n_cols, buffer)
+    cdef block buffer
+    cdef source src = open_row(&j.x, r, buffer.v, False)
     cdef Py_ssize_t k, c0, n
     cdef real a, b
     for k in range(block0, block1):
@@ -323,11 +352,15 @@ cdef int piece_settle(const job* j, Py_ssize_t r, const double* sums, bint last,
 
 
 cdef void piece_apply(const job* j, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1, const row_statistics* st) noexcept nogil:
-    cdef real[RESIDENT * 1024] x_buffer
-    cdef real[1024] y_buffer
-    cdef source src = open_row(&j.x, r, j.n_cols, x_buffer)
-    # Nothing of this row is in this thread's buffer.
-    src.resident = False
-    row_apply(j, &src, r, c0, c1, <real>st.hi, <real>st.lo, <real>st.rstd, j.centered, y_buffer)
+    """Columns c0 (the start of a block) to c1."""
+    cdef block x_buffer, y_buffer
+    cdef forward_row row
+    open_forward_row(j, r, 1, x_buffer.v, False, &row)
+    row.hi = <real>st.hi
+    row.lo = <real>st.lo
+    row.rstd = <real>st.rstd
+    while c0 < c1:
+        row_apply(j, &row, c0, min(<Py_ssize_t>BLOCK, c1 - c0), j.centered, y_buffer.v)
+        c0 += BLOCK
     if j.stream:
         stream_fence()

@@ -14,6 +14,8 @@ cdef extern from "lanes.h" nogil:
     ctypedef const char* in_bytes "const char*"
     ctypedef struct lanes:
         pass
+    ctypedef struct block:
+        real* v
     ctypedef struct total:
         double sum, rest
     enum:
@@ -43,10 +45,12 @@ cdef extern from "storage.h" nogil:
         ST_FLOAT64
     void load_run(const char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, real* out)
     void store_run(char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, const real* a)
+    void stream_bytes(char* q, const char* p, Py_ssize_t n)
 
 cdef enum:
     RESIDENT = 8       # blocks of a row that is loaded once and kept, if it cannot be read in place
-    GROUP = 4          # rows whose dweight and dbias are added up in registers
+    GROUP = 4          # rows side by side, so that they share weight, bias, dweight and dbias
+    GROUP_BYTES = 1 << 18   # of x that such rows may take, to stay in the cache for the second sweep
     SETTLED = 0
     RECENTRE = 1
     RESCUE = 2
@@ -68,6 +72,11 @@ cdef inline Py_ssize_t offset(int ndim, const Py_ssize_t* shape, const Py_ssize_
     return bytes
 
 
+cdef inline bint is_contiguous(const view* v) noexcept nogil:
+    """Whether the columns of a row lie next to each other."""
+    return v.col_ndim == 1 and v.col_strides[0] == v.itemsize
+
+
 cdef inline char* row_start(const view* v, Py_ssize_t r) noexcept nogil:
     return v.data + offset(v.row_ndim, v.row_shape, v.row_strides, r)
 
@@ -87,9 +96,15 @@ cdef void load_columns(const view* v, const char* row, Py_ssize_t c0, Py_ssize_t
         n -= length
 
 
-cdef void store_columns(const view* v, char* row, Py_ssize_t c0, Py_ssize_t n, const real* a) noexcept nogil:
+cdef void store_columns(const view* v, char* row, Py_ssize_t c0, Py_ssize_t n, const real* a, bint stream) noexcept nogil:
+    """Columns c0 to c0 + n, at most a block, of the row = a[:n]; stream: past the cache if they are contiguous."""
     cdef Py_ssize_t length
     cdef int last = v.col_ndim - 1
+    cdef block[2] narrow
+    if stream and is_contiguous(v):
+        store_run(<char*>narrow, v.itemsize, v.type, v.swapped, n, a)
+        stream_bytes(row + c0 * v.itemsize, <char*>narrow, n * v.itemsize)
+        return
     while n > 0:
         length = n
         if last > 0:
@@ -111,12 +126,13 @@ cdef struct source:
     double scale1, scale2
 
 
-cdef inline source open_row(const view* v, Py_ssize_t r, Py_ssize_t n_cols, real* buffer) noexcept nogil:
+cdef inline source open_row(const view* v, Py_ssize_t r, real* buffer, bint resident) noexcept nogil:
+    """resident: the buffer has room for the whole row and keeps it."""
     cdef source src
     src.v = v
     src.row = row_start(v, r)
     src.buffer = buffer
-    src.resident = n_cols <= RESIDENT * BLOCK
+    src.resident = resident
     src.scaled = False
     src.scale1 = 1.0
     src.scale2 = 1.0

@@ -103,6 +103,11 @@ static inline real real_of_bfloat16(uint16_t h) { return (real)float_of_bfloat16
 /* Eight at a time; the rest falls to the scalar form, which gives the same bits. */
 static inline ptrdiff_t load_halves(const char *p, ptrdiff_t n, real *out) {
     ptrdiff_t i = 0;
+#if defined(__AVX512F__)
+    if (sizeof(real) == 4)
+        for (; i + 16 <= n; i += 16)
+            _mm512_storeu_ps((float *)out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + 2 * i))));
+#endif
     for (; i + 8 <= n; i += 8) {
         __m256 f = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 2 * i)));
         if (sizeof(real) == 4) _mm256_storeu_ps((float *)out + i, f);
@@ -116,6 +121,12 @@ static inline ptrdiff_t load_halves(const char *p, ptrdiff_t n, real *out) {
 
 static inline ptrdiff_t store_halves(char *p, ptrdiff_t n, const real *a) {
     ptrdiff_t i = 0;
+#if defined(__AVX512F__)
+    if (sizeof(real) == 4)
+        for (; i + 16 <= n; i += 16)
+            _mm256_storeu_si256((__m256i *)(p + 2 * i),
+                                _mm512_cvtps_ph(_mm512_loadu_ps((const float *)a + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
     if (sizeof(real) == 4)
         for (; i + 8 <= n; i += 8)
             _mm_storeu_si128((__m128i *)(p + 2 * i),
@@ -162,6 +173,25 @@ static inline void store_run(char *p, ptrdiff_t stride, int type, int swapped, p
     STORE_CASE(ST_FLOAT32, float, uint32_t, 4, FLOAT_OF)
     STORE_CASE(ST_FLOAT64, double, uint64_t, 8, DOUBLE_OF)
     }
+}
+
+/* Copy past the cache: whole cache lines, the rest as usual. IN p, n bytes; OUT q */
+static inline void stream_bytes(char *q, const char *p, ptrdiff_t n) {
+#if defined(__SSE2__)
+    ptrdiff_t head = -(intptr_t)q & 63;
+    if (head > n) head = n;
+    memcpy(q, p, head);
+    q += head; p += head; n -= head;
+    for (; n >= 64; n -= 64, q += 64, p += 64) {
+  #if defined(__AVX512F__)
+        _mm512_stream_si512((void *)q, _mm512_loadu_si512(p));
+  #else
+        for (int k = 0; k < 64; k += 16)
+            _mm_stream_si128((__m128i *)(q + k), _mm_loadu_si128((const __m128i *)(p + k)));
+  #endif
+    }
+#endif
+    memcpy(q, p, n);
 }
 
 #endif
