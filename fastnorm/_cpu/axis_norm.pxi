@@ -44,7 +44,7 @@ cdef inline Py_ssize_t run_left(const view* v, Py_ssize_t r) noexcept nogil:
     return length - r % length
 
 
-cdef inline tile open_tile(const view* v, int real_type, Py_ssize_t r, Py_ssize_t n, Py_ssize_t n_cols, Py_ssize_t bytes,
+cdef inline tile open_tile(const view* v, Py_ssize_t r, Py_ssize_t n, Py_ssize_t n_cols, Py_ssize_t bytes,
                            real* packed, real* columns) noexcept nogil:
     cdef tile t
     t.v = v
@@ -53,7 +53,7 @@ cdef inline tile open_tile(const view* v, int real_type, Py_ssize_t r, Py_ssize_
     t.width = (n + LANES - 1) // LANES * LANES
     t.packed = packed if n_cols * t.width * sizeof(real) <= bytes else NULL
     t.columns = columns
-    t.direct = v.type == real_type and not v.swapped and n == t.width
+    t.direct = v.type == ST_REAL and not v.swapped and n == t.width
     return t
 
 
@@ -235,7 +235,7 @@ cdef inline void tile_apply_column(const real* x, real* y, Py_ssize_t width, con
         i += LANES
 
 
-cdef void tile_apply(const job* j, const tile* x, Py_ssize_t r, int real_type, tile_scratch* w) noexcept nogil:
+cdef void tile_apply(const job* j, const tile* x, Py_ssize_t r, tile_scratch* w) noexcept nogil:
     cdef in_real weight = <in_real>j.weight
     cdef in_real bias = <in_real>j.bias
     cdef const view* v = &j.y
@@ -243,7 +243,7 @@ cdef void tile_apply(const job* j, const tile* x, Py_ssize_t r, int real_type, t
     cdef char* p
     cdef const real* column
     cdef real* y
-    cdef bint direct = v.type == real_type and not v.swapped and x.n == x.width
+    cdef bint direct = v.type == ST_REAL and not v.swapped and x.n == x.width
     cdef Py_ssize_t c
     for c in range(j.n_cols):
         column = tile_column(x, c, 0, True)
@@ -267,8 +267,7 @@ cdef void tile_apply(const job* j, const tile* x, Py_ssize_t r, int real_type, t
 
 
 cdef void tile_forward(const job* j, Py_ssize_t r, Py_ssize_t n, real* packed, tile_scratch* w) noexcept nogil:
-    cdef int real_type = ST_FLOAT32 if sizeof(real) == 4 else ST_FLOAT64
-    cdef tile x = open_tile(&j.x, real_type, r, n, j.n_cols, TILE_BYTES, packed, w.x_columns)
+    cdef tile x = open_tile(&j.x, r, n, j.n_cols, TILE_BYTES, packed, w.x_columns)
     cdef int verdict
     cdef Py_ssize_t i
     memset(w.hi, 0, sizeof(w.hi))
@@ -282,7 +281,7 @@ cdef void tile_forward(const job* j, Py_ssize_t r, Py_ssize_t n, real* packed, t
         tile_sums(&x, j.n_cols, j.centered, True, w)
         verdict = tile_settle(j, r, n, True, w)
     if verdict == SETTLED:
-        tile_apply(j, &x, r, real_type, w)
+        tile_apply(j, &x, r, w)
     else:
         # Rare: a row needs its own scale. Row by row then, with the same bits.
         forward(j, r, r + n)

@@ -14,7 +14,7 @@ cdef struct view:
     int type           # ST_* of storage.h
     bint swapped       # the other byte order
     Py_ssize_t itemsize
-    bint direct        # every row is contiguous, native real: kernels read or write it in place
+    bint direct        # native, and every row contiguous
     int row_ndim, col_ndim
     Py_ssize_t row_shape[MAX_DIMS]
     Py_ssize_t row_strides[MAX_DIMS]

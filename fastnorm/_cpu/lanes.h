@@ -50,6 +50,8 @@ enum {
   #define VEC_FILL(a) ((vec){0} + (a))
   #define UNROLLED _Pragma("GCC unroll 16")
   #define INLINE static inline __attribute__((always_inline))
+  /* Kept out of the hot loops: what happens once a row at most. */
+  #define APART static __attribute__((noinline, unused))
 #else
   #define VEC_BYTES sizeof(real)
   typedef real vec;
@@ -58,6 +60,7 @@ enum {
   #define VEC_FILL(a) (a)
   #define UNROLLED
   #define INLINE static inline
+  #define APART static
 #endif
 #define N_VECS (64 / VEC_BYTES)
 #define VEC_LANES (VEC_BYTES / sizeof(real))
@@ -127,10 +130,8 @@ INLINE void prefetch(const void *p) {
 #endif
 }
 
-/* The first n lanes from p (none if n <= 0, all if n >= LANES), the rest fill. Reads nothing beyond. */
-INLINE lanes lanes_load_part(const real *p, ptrdiff_t n, lanes fill) {
-    if (n >= LANES) return lanes_load(p);
-    if (n <= 0) return fill;
+/* The first n lanes from p, 0 < n < LANES, the rest fill. Reads nothing beyond. */
+APART lanes lanes_load_tail(const real *p, ptrdiff_t n, lanes fill) {
 #if defined(__AVX512F__)
     unsigned mask = (1u << n) - 1;
     if (sizeof(real) == 4)
@@ -146,9 +147,7 @@ INLINE lanes lanes_load_part(const real *p, ptrdiff_t n, lanes fill) {
 #endif
 }
 
-INLINE void lanes_store_part(real *p, ptrdiff_t n, lanes a) {
-    if (n >= LANES) { lanes_store(p, a); return; }
-    if (n <= 0) return;
+APART void lanes_store_tail(real *p, ptrdiff_t n, lanes a) {
 #if defined(__AVX512F__)
     unsigned mask = (1u << n) - 1;
     if (sizeof(real) == 4)
@@ -160,6 +159,11 @@ INLINE void lanes_store_part(real *p, ptrdiff_t n, lanes a) {
     lanes_store(t, a);
     for (ptrdiff_t k = 0; k < n; k++) ((real_anywhere *)p)[k] = t[k];
 #endif
+}
+
+/* The same for any n: none if n <= 0, all if n >= LANES. */
+INLINE lanes lanes_load_part(const real *p, ptrdiff_t n, lanes fill) {
+    return n >= LANES ? lanes_load(p) : n <= 0 ? fill : lanes_load_tail(p, n, fill);
 }
 
 /* Lane pairs at distance LANES/2, then half of that, down to one. */

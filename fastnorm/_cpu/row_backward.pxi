@@ -19,8 +19,8 @@ cdef struct gradient_row:
     real hi, lo, rstd, c1, c2
 
 
-cdef inline void block_gradient_sums(const real* x, const real* dy, const real* w, Py_ssize_t n, real hi, bint centered,
-                                     real* sum_d, real* sum_wdy, real* sum_wdy_d) noexcept nogil:
+cdef inline void block_gradient_sums(const char* x, const char* dy, const real* w, Py_ssize_t n, real hi, bint centered,
+                                     int type, real* sum_d, real* sum_wdy, real* sum_wdy_d) noexcept nogil:
     """OUT: the folded sums of d, wdy and wdy * d over one block."""
     cdef lanes h = lanes_fill(hi), zero = lanes_fill(0)
     cdef lanes s = zero, g = zero, p = zero
@@ -28,14 +28,14 @@ cdef inline void block_gradient_sums(const real* x, const real* dy, const real* 
     cdef Py_ssize_t i = 0
     while i < n:
         if i + STEP <= n:
-            a = lanes_load(x + i)
-            b = lanes_load(x + i + LANES)
-            c = lanes_load(x + i + 2 * LANES)
-            d = lanes_load(x + i + 3 * LANES)
-            ga = lanes_load(dy + i)
-            gb = lanes_load(dy + i + LANES)
-            gc = lanes_load(dy + i + 2 * LANES)
-            gd = lanes_load(dy + i + 3 * LANES)
+            a = lanes_load_as(x, i, type)
+            b = lanes_load_as(x, i + LANES, type)
+            c = lanes_load_as(x, i + 2 * LANES, type)
+            d = lanes_load_as(x, i + 3 * LANES, type)
+            ga = lanes_load_as(dy, i, type)
+            gb = lanes_load_as(dy, i + LANES, type)
+            gc = lanes_load_as(dy, i + 2 * LANES, type)
+            gd = lanes_load_as(dy, i + 3 * LANES, type)
             if w != NULL:
                 ga = lanes_mul(ga, lanes_load(w + i))
                 gb = lanes_mul(gb, lanes_load(w + i + LANES))
@@ -43,14 +43,14 @@ cdef inline void block_gradient_sums(const real* x, const real* dy, const real* 
                 gd = lanes_mul(gd, lanes_load(w + i + 3 * LANES))
         else:
             # What is missing of the last step has d = 0 and wdy = 0.
-            a = lanes_load_part(x + i, n - i, h)
-            b = lanes_load_part(x + i + LANES, n - i - LANES, h)
-            c = lanes_load_part(x + i + 2 * LANES, n - i - 2 * LANES, h)
-            d = lanes_load_part(x + i + 3 * LANES, n - i - 3 * LANES, h)
-            ga = lanes_load_part(dy + i, n - i, zero)
-            gb = lanes_load_part(dy + i + LANES, n - i - LANES, zero)
-            gc = lanes_load_part(dy + i + 2 * LANES, n - i - 2 * LANES, zero)
-            gd = lanes_load_part(dy + i + 3 * LANES, n - i - 3 * LANES, zero)
+            a = lanes_load_part_as(x, i, n - i, h, type)
+            b = lanes_load_part_as(x, i + LANES, n - i - LANES, h, type)
+            c = lanes_load_part_as(x, i + 2 * LANES, n - i - 2 * LANES, h, type)
+            d = lanes_load_part_as(x, i + 3 * LANES, n - i - 3 * LANES, h, type)
+            ga = lanes_load_part_as(dy, i, n - i, zero, type)
+            gb = lanes_load_part_as(dy, i + LANES, n - i - LANES, zero, type)
+            gc = lanes_load_part_as(dy, i + 2 * LANES, n - i - 2 * LANES, zero, type)
+            gd = lanes_load_part_as(dy, i + 3 * LANES, n - i - 3 * LANES, zero, type)
             if w != NULL:
                 ga = lanes_mul(ga, lanes_load_part(w + i, n - i, zero))
                 gb = lanes_mul(gb, lanes_load_part(w + i + LANES, n - i - LANES, zero))
@@ -94,7 +94,7 @@ cdef inline void open_gradient_row(const job* j, Py_ssize_t r, real* x_buffer, r
     row.rstd = (<real*>j.rstd)[r]
 
 
-cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centered) noexcept nogil:
+cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centered, int type) noexcept nogil:
     cdef in_real w = <in_real>j.weight
     cdef real a = 0, b = 0, c = 0
     cdef gradient_totals t
@@ -102,8 +102,8 @@ cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centere
     memset(&t, 0, sizeof(t))
     while c0 < j.n_cols:
         n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
-        block_gradient_sums(load_block(&row.x, c0, n, False), load_block(&row.dy, c0, n, False),
-                            w + c0 if w != NULL else NULL, n, row.hi, centered, &a, &b, &c)
+        block_gradient_sums(load_block(&row.x, c0, n, False, type), load_block(&row.dy, c0, n, False, type),
+                            w + c0 if w != NULL else NULL, n, row.hi, centered, type, &a, &b, &c)
         t.d = total_add(t.d, a)
         t.wdy = total_add(t.wdy, b)
         t.wdy_d = total_add(t.wdy_d, c)
@@ -122,9 +122,9 @@ cdef inline lanes gradient_lanes(lanes x, lanes dy, lanes w, const gradient_row*
     return lanes_mul(lanes_sub(wdy, lanes_mul(h, lanes_fill(row.c1))), lanes_fill(row.rstd))
 
 
-cdef inline void apply_gradient_lanes(const in_real* x, const in_real* dy, const out_real* dx, const gradient_row* rows,
+cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows,
                                       Py_ssize_t i, Py_ssize_t n, const real* w, double* dweight, double* dbias,
-                                      Py_ssize_t partial_cols, bint centered, bint stream, int n_rows) noexcept nogil:
+                                      Py_ssize_t partial_cols, bint centered, bint stream, int type, int n_rows) noexcept nogil:
     """n columns from i on, at most one lane group: dx of a group of rows, their part of dweight and dbias."""
     cdef lanes zero = lanes_fill(0)
     cdef lanes wl = lanes_load_part(w + i, n, zero) if w != NULL else zero
@@ -135,78 +135,82 @@ cdef inline void apply_gradient_lanes(const in_real* x, const in_real* dy, const
     # All loads before all stores: rows a multiple of 4 KiB apart look alike to the processor, which
     # would hold a load back until the store before it is done.
     for k in range(n_rows):
-        g = lanes_load_part(dy[k] + i, n, zero)
-        t[k] = gradient_lanes(lanes_load_part(x[k] + i, n, lanes_fill(rows[k].hi)), g, wl, rows + k, centered, w != NULL, &dw)
+        g = lanes_load_part_as(dy[k], i, n, zero, type)
+        t[k] = gradient_lanes(lanes_load_part_as(x[k], i, n, lanes_fill(rows[k].hi), type), g, wl, rows + k, centered, w != NULL, &dw)
         if centered:
             db = lanes_add(db, g)
     for k in range(n_rows):
         if stream:
-            lanes_stream(dx[k] + i, t[k])
+            lanes_stream_as(dx[k], i, t[k], type)
         else:
-            lanes_store_part(dx[k] + i, n, t[k])
+            lanes_store_part_as(dx[k], i, n, t[k], type)
     if dweight != NULL:
         lanes_add_wide(dweight + i, partial_cols, dw)
         if centered:
             lanes_add_wide(dbias + i, partial_cols, db)
 
 
-cdef inline void apply_gradient(const in_real* x, const in_real* dy, const out_real* dx, const gradient_row* rows, Py_ssize_t n,
+cdef void apply_gradient_part(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows,
+                              Py_ssize_t i, Py_ssize_t n, const real* w, double* dweight, double* dbias,
+                              Py_ssize_t partial_cols, bint centered, int type, int n_rows) noexcept nogil:
+    """At the ends of a block, less than a lane group. Flags at run time, to have it once."""
+    apply_gradient_lanes(x, dy, dx, rows, i, n, w, dweight, dbias, partial_cols, centered, False, type, n_rows)
+
+
+cdef inline void apply_gradient(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows, Py_ssize_t n,
                                 const real* w, double* dweight, double* dbias, Py_ssize_t partial_cols,
-                                bint centered, bint stream, int n_rows, const in_bytes* ahead) noexcept nogil:
+                                bint centered, bint stream, int type, int n_rows, const in_bytes* ahead) noexcept nogil:
     """dx of n columns of a group of rows, their part of dweight and dbias. ahead: what the next group
     will read, fetched while this one computes."""
-    cdef Py_ssize_t i = 0
+    cdef Py_ssize_t i = 0, head, part
     cdef int k
     if stream:
         # Whole cache lines only; all rows start at the same place inside one.
-        i = min(n, <Py_ssize_t>((64 - <size_t>dx[0] % 64) % 64 // sizeof(real)))
-        if i > 0:
-            apply_gradient_lanes(x, dy, dx, rows, 0, i, w, dweight, dbias, partial_cols, centered, False, n_rows)
+        head = min(n, values_to_line(dx[0], type))
+        while i < head:
+            part = min(head - i, <Py_ssize_t>LANES)
+            apply_gradient_part(x, dy, dx, rows, i, part, w, dweight, dbias, partial_cols, centered, type, n_rows)
+            i += part
     while i + LANES <= n:
         if ahead != NULL:
             for k in range(2 * n_rows):
-                prefetch(ahead[k] + i * sizeof(real))
-        apply_gradient_lanes(x, dy, dx, rows, i, LANES, w, dweight, dbias, partial_cols, centered, stream, n_rows)
+                prefetch(ahead[k] + i * SIZE_OF(type))
+        apply_gradient_lanes(x, dy, dx, rows, i, LANES, w, dweight, dbias, partial_cols, centered, stream, type, n_rows)
         i += LANES
     if i < n:
-        apply_gradient_lanes(x, dy, dx, rows, i, n - i, w, dweight, dbias, partial_cols, centered, False, n_rows)
+        apply_gradient_part(x, dy, dx, rows, i, n - i, w, dweight, dbias, partial_cols, centered, type, n_rows)
 
 
 cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1, double* dweight,
-                             double* dbias, real* dx_buffer, bint centered, int n_rows) noexcept nogil:
+                             double* dbias, real* dx_buffer, bint centered, int type, int n_rows) noexcept nogil:
     """Columns c0 (the start of a block) to c1 of the group of rows that starts at r."""
     cdef in_real w = <in_real>j.weight
-    cdef in_real[GROUP] x
-    cdef in_real[GROUP] dy
-    cdef out_real[GROUP] dx
+    cdef in_bytes[GROUP] x
+    cdef in_bytes[GROUP] dy
+    cdef out_bytes[GROUP] dx
     cdef in_bytes[2 * GROUP] ahead
     cdef Py_ssize_t n, first
     cdef int k
     cdef bint stream
-    cdef bint fetch = j.stream and j.x.direct and j.dy.direct and r + 2 * n_rows <= j.n_rows
+    cdef bint dx_in_place = type != ST_REAL or in_place(&j.dx, ST_REAL)
+    cdef bint fetch = j.stream and in_place(&j.x, type) and in_place(&j.dy, type) and r + 2 * n_rows <= j.n_rows
     while c0 < c1:
         n = min(<Py_ssize_t>BLOCK, c1 - c0)
-        stream = j.stream and j.dx.direct
+        stream = j.stream and dx_in_place
         for k in range(n_rows):
-            x[k] = load_block(&rows[k].x, c0, n, False)
-            dy[k] = load_block(&rows[k].dy, c0, n, False)
-            dx[k] = <real*>rows[k].dx + c0 if j.dx.direct else dx_buffer + k * BLOCK
-            stream = stream and (<size_t>dx[k] - <size_t>dx[0]) % 64 == 0 and <size_t>dx[k] % sizeof(real) == 0
+            x[k] = load_block(&rows[k].x, c0, n, False, type)
+            dy[k] = load_block(&rows[k].dy, c0, n, False, type)
+            dx[k] = rows[k].dx + c0 * SIZE_OF(type) if dx_in_place else <char*>(dx_buffer + k * BLOCK)
+            stream = stream and (<size_t>dx[k] - <size_t>dx[0]) % 64 == 0 and <size_t>dx[k] % SIZE_OF(type) == 0
             if fetch:
-                ahead[2 * k] = row_start(&j.x, r + n_rows + k) + c0 * sizeof(real)
-                ahead[2 * k + 1] = row_start(&j.dy, r + n_rows + k) + c0 * sizeof(real)
-        # The flags as literals: bodies without the branch.
-        if stream:
-            apply_gradient(x, dy, dx, rows, n, w + c0 if w != NULL else NULL, dweight + c0 if dweight != NULL else NULL,
-                           dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, True, n_rows,
-                           ahead if fetch else NULL)
-        else:
-            apply_gradient(x, dy, dx, rows, n, w + c0 if w != NULL else NULL, dweight + c0 if dweight != NULL else NULL,
-                           dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, False, n_rows,
-                           ahead if fetch else NULL)
-        if not j.dx.direct:
+                ahead[2 * k] = row_start(&j.x, r + n_rows + k) + c0 * SIZE_OF(type)
+                ahead[2 * k + 1] = row_start(&j.dy, r + n_rows + k) + c0 * SIZE_OF(type)
+        apply_gradient(x, dy, dx, rows, n, w + c0 if w != NULL else NULL, dweight + c0 if dweight != NULL else NULL,
+                       dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, stream, type, n_rows,
+                       ahead if fetch else NULL)
+        if not dx_in_place:
             for k in range(n_rows):
-                store_columns(&j.dx, rows[k].dx, c0, n, dx[k], j.stream)
+                store_columns(&j.dx, rows[k].dx, c0, n, <real*>dx[k], j.stream)
         c0 += BLOCK
 
 
@@ -216,7 +220,7 @@ cdef inline double* chunk_partial(const job* j, double* partials, Py_ssize_t chu
     return partials + chunk * j.partial_cols * (2 if sizeof(real) == 8 else 1)
 
 
-cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, block* buffers) noexcept nogil:
+cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, int type, block* buffers) noexcept nogil:
     cdef gradient_row[GROUP] rows
     cdef double* dweight = chunk_partial(j, j.dweight_partial, chunk)
     cdef double* dbias = chunk_partial(j, j.dbias_partial, chunk)
@@ -227,13 +231,13 @@ cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, b
         if r + GROUP <= end:
             for k in range(GROUP):
                 open_gradient_row(j, r + k, buffers[2 * k].v, buffers[2 * k + 1].v, &rows[k])
-                row_gradient_sums(j, &rows[k], centered)
-            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers[2 * GROUP].v, centered, GROUP)
+                row_gradient_sums(j, &rows[k], centered, type)
+            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers[2 * GROUP].v, centered, type, GROUP)
             r += GROUP
         else:
             open_gradient_row(j, r, buffers[0].v, buffers[1].v, &rows[0])
-            row_gradient_sums(j, &rows[0], centered)
-            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers[2 * GROUP].v, centered, 1)
+            row_gradient_sums(j, &rows[0], centered, type)
+            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers[2 * GROUP].v, centered, type, 1)
             r += 1
 
 
@@ -241,11 +245,23 @@ cdef void backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept 
     """Chunks chunk0 to chunk1. Their partial sums start at zero."""
     cdef block[3 * GROUP] buffers
     cdef Py_ssize_t chunk
+    cdef int type = type_in_place(&j.x, &j.dy, &j.dx)
     for chunk in range(chunk0, chunk1):
-        if j.centered:
-            chunk_backward(j, chunk, True, buffers)
+        # Flags as literals: a body for each, without the branches.
+        if type == ST_FLOAT16:
+            if j.centered:
+                chunk_backward(j, chunk, True, ST_FLOAT16, buffers)
+            else:
+                chunk_backward(j, chunk, False, ST_FLOAT16, buffers)
+        elif type == ST_BFLOAT16:
+            if j.centered:
+                chunk_backward(j, chunk, True, ST_BFLOAT16, buffers)
+            else:
+                chunk_backward(j, chunk, False, ST_BFLOAT16, buffers)
+        elif j.centered:
+            chunk_backward(j, chunk, True, ST_REAL, buffers)
         else:
-            chunk_backward(j, chunk, False, buffers)
+            chunk_backward(j, chunk, False, ST_REAL, buffers)
     if j.stream:
         stream_fence()
 
@@ -263,8 +279,8 @@ cdef void piece_gradient_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_
     for k in range(block0, block1):
         c0 = k * BLOCK
         n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
-        block_gradient_sums(load_block(&row.x, c0, n, False), load_block(&row.dy, c0, n, False),
-                            w + c0 if w != NULL else NULL, n, row.hi, j.centered, &a, &b, &c)
+        block_gradient_sums(load_block(&row.x, c0, n, False, ST_REAL), load_block(&row.dy, c0, n, False, ST_REAL),
+                            w + c0 if w != NULL else NULL, n, row.hi, j.centered, ST_REAL, &a, &b, &c)
         sums[3 * k] = a
         sums[3 * k + 1] = b
         sums[3 * k + 2] = c
@@ -311,12 +327,12 @@ cdef void piece_gradient_apply(const job* j, Py_ssize_t c0, Py_ssize_t c1, const
                 for k in range(GROUP):
                     open_gradient_row(j, r + k, buffers[2 * k].v, buffers[2 * k + 1].v, &rows[k])
                     restore(st + r + k, &rows[k])
-                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers[2 * GROUP].v, j.centered, GROUP)
+                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers[2 * GROUP].v, j.centered, ST_REAL, GROUP)
                 r += GROUP
             else:
                 open_gradient_row(j, r, buffers[0].v, buffers[1].v, &rows[0])
                 restore(st + r, &rows[0])
-                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers[2 * GROUP].v, j.centered, 1)
+                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers[2 * GROUP].v, j.centered, ST_REAL, 1)
                 r += 1
     if j.stream:
         stream_fence()

@@ -7,19 +7,13 @@ row's memory (in place, strided, 16-bit, byte-swapped, scaled) come through load
 one numeric body.
 """
 
-cdef inline real first_mean(const real* x, Py_ssize_t n_cols) noexcept nogil:
+cdef inline real first_mean(const char* x, Py_ssize_t n_cols, int type) noexcept nogil:
     """hi: the mean of the first step. Near the mean for most rows; settle() notices when not."""
     cdef lanes zero = lanes_fill(0)
-    cdef lanes s
-    if n_cols >= STEP:
-        s = lanes_add(lanes_add(lanes_load(x), lanes_load(x + LANES)),
-                      lanes_add(lanes_load(x + 2 * LANES), lanes_load(x + 3 * LANES)))
-        return lanes_fold(s) / <real>STEP
-    s = lanes_add(lanes_add(lanes_load_part(x, n_cols, zero),
-                            lanes_load_part(x + LANES, n_cols - LANES, zero)),
-                  lanes_add(lanes_load_part(x + 2 * LANES, n_cols - 2 * LANES, zero),
-                            lanes_load_part(x + 3 * LANES, n_cols - 3 * LANES, zero)))
-    return lanes_fold(s) / <real>n_cols
+    return lanes_fold(sum4(lanes_load_part_as(x, 0, n_cols, zero, type),
+                           lanes_load_part_as(x, LANES, n_cols - LANES, zero, type),
+                           lanes_load_part_as(x, 2 * LANES, n_cols - 2 * LANES, zero, type),
+                           lanes_load_part_as(x, 3 * LANES, n_cols - 3 * LANES, zero, type))) / <real>min(n_cols, <Py_ssize_t>STEP)
 
 
 cdef inline lanes sum4(lanes a, lanes b, lanes c, lanes d) noexcept nogil:
@@ -30,7 +24,7 @@ cdef inline lanes square(lanes a) noexcept nogil:
     return lanes_mul(a, a)
 
 
-cdef inline void block_sums(const real* x, Py_ssize_t n, real hi, bint centered, real* sum_d, real* sum_dd) noexcept nogil:
+cdef inline void block_sums(const char* x, Py_ssize_t n, real hi, bint centered, int type, real* sum_d, real* sum_dd) noexcept nogil:
     """OUT sum_d, sum_dd: the folded sums of d and d*d over one block."""
     cdef lanes h = lanes_fill(hi)
     cdef lanes s = lanes_fill(0)
@@ -38,10 +32,10 @@ cdef inline void block_sums(const real* x, Py_ssize_t n, real hi, bint centered,
     cdef lanes a, b, c, d
     cdef Py_ssize_t i = 0
     while i + STEP <= n:
-        a = lanes_load(x + i)
-        b = lanes_load(x + i + LANES)
-        c = lanes_load(x + i + 2 * LANES)
-        d = lanes_load(x + i + 3 * LANES)
+        a = lanes_load_as(x, i, type)
+        b = lanes_load_as(x, i + LANES, type)
+        c = lanes_load_as(x, i + 2 * LANES, type)
+        d = lanes_load_as(x, i + 3 * LANES, type)
         if centered:
             a = lanes_sub(a, h)
             b = lanes_sub(b, h)
@@ -52,12 +46,10 @@ cdef inline void block_sums(const real* x, Py_ssize_t n, real hi, bint centered,
         i += STEP
     if i < n:
         # What is missing of the last step is hi, so that its d is zero.
-        n -= i
-        x += i
-        a = lanes_load_part(x, n, h)
-        b = lanes_load_part(x + LANES, n - LANES, h)
-        c = lanes_load_part(x + 2 * LANES, n - 2 * LANES, h)
-        d = lanes_load_part(x + 3 * LANES, n - 3 * LANES, h)
+        a = lanes_load_part_as(x, i, n - i, h, type)
+        b = lanes_load_part_as(x, i + LANES, n - i - LANES, h, type)
+        c = lanes_load_part_as(x, i + 2 * LANES, n - i - 2 * LANES, h, type)
+        d = lanes_load_part_as(x, i + 3 * LANES, n - i - 3 * LANES, h, type)
         if centered:
             a = lanes_sub(a, h)
             b = lanes_sub(b, h)
@@ -92,79 +84,45 @@ cdef inline int settle(double s, double q, Py_ssize_t n_cols, double eps, bint c
     return SETTLED
 
 
-cdef inline void row_sums(const source* src, Py_ssize_t n_cols, real hi, bint centered, bint again,
+cdef inline void row_sums(const source* src, Py_ssize_t n_cols, real hi, bint centered, bint again, int type,
                           double* s, double* q) noexcept nogil:
     cdef real a = 0, b = 0
     cdef total ts, tq
-    cdef Py_ssize_t c0, n
-    if n_cols <= BLOCK:
-        block_sums(load_block(src, 0, n_cols, again), n_cols, hi, centered, &a, &b)
-        s[0] = a
-        q[0] = b
-        return
-    ts.sum = ts.rest = tq.sum = tq.rest = 0
-    c0 = 0
-    while c0 < n_cols:
+    cdef Py_ssize_t c0 = 0, n
+    while True:
         n = min(<Py_ssize_t>BLOCK, n_cols - c0)
-        block_sums(load_block(src, c0, n, again), n, hi, centered, &a, &b)
-        if centered:
+        block_sums(load_block(src, c0, n, again, type), n, hi, centered, type, &a, &b)
+        if c0 == 0:
+            ts.sum = a
+            tq.sum = b
+            ts.rest = tq.rest = 0
+        else:
             ts = total_add(ts, a)
-        tq = total_add(tq, b)
+            tq = total_add(tq, b)
         c0 += BLOCK
+        if c0 >= n_cols:
+            break
     s[0] = total_value(ts)
     q[0] = total_value(tq)
 
 
-cdef inline int sum_and_settle(const source* src, Py_ssize_t n_cols, double eps, bint centered, bint again,
+cdef int sum_again_and_settle(const source* src, Py_ssize_t n_cols, double eps, bint centered, int type,
+                              real* hi, real* lo, double* mean, double* rstd) noexcept nogil:
+    """About a hi that was moved. Flags at run time: it is rare."""
+    cdef double s = 0, q = 0
+    row_sums(src, n_cols, hi[0], centered, True, type, &s, &q)
+    return settle(s, q, n_cols, eps, centered, True, hi, lo, mean, rstd)
+
+
+cdef inline int sum_and_settle(const source* src, Py_ssize_t n_cols, double eps, bint centered, bint again, int type,
                                real* hi, real* lo, double* mean, double* rstd) noexcept nogil:
     cdef double s = 0, q = 0
     cdef int verdict
-    row_sums(src, n_cols, hi[0], centered, again, &s, &q)
+    row_sums(src, n_cols, hi[0], centered, again, type, &s, &q)
     verdict = settle(s, q, n_cols, eps, centered, False, hi, lo, mean, rstd)
     if verdict == RECENTRE:
-        row_sums(src, n_cols, hi[0], centered, True, &s, &q)
-        verdict = settle(s, q, n_cols, eps, centered, True, hi, lo, mean, rstd)
+        verdict = sum_again_and_settle(src, n_cols, eps, centered, type, hi, lo, mean, rstd)
     return verdict
-
-
-@cython.cdivision(True)
-cdef void rescue(source* src, Py_ssize_t n_cols, double eps, bint centered, real* hi, real* lo,
-                 real* rstd, double* mean, double* saved_rstd) noexcept nogil:
-    """Statistics of a row whose squares overflow, or underflow where eps does not hide it: of the
-    row times a power of two, with eps times its square. src stays scaled for the second sweep."""
-    cdef double largest = sqrt(eps), naive_sum = 0, scaled_eps
-    cdef Py_ssize_t c0 = 0, n, k
-    cdef const real* x
-    cdef int exponent = 0
-    while c0 < n_cols:
-        n = min(<Py_ssize_t>BLOCK, n_cols - c0)
-        x = load_block(src, c0, n, True)
-        for k in range(n):
-            naive_sum += x[k]
-            # Written so that a NaN stays.
-            largest = largest if fabs(<double>x[k]) <= largest else fabs(<double>x[k])
-            if not isfinite(<double>x[k]):
-                largest = INFINITY
-        c0 += BLOCK
-    if not isfinite(largest):
-        # Inf or NaN in the row: it stays in this row, as IEEE arithmetic has it.
-        if centered:
-            mean[0] = naive_sum
-        rstd[0] = <real>saved_rstd[0]
-        return
-    if largest > 0:
-        frexp(largest, &exponent)
-    exponent = -exponent
-    src.scaled = True
-    src.scale1 = ldexp(1.0, exponent // 2)
-    src.scale2 = ldexp(1.0, exponent - exponent // 2)
-    scaled_eps = eps * src.scale1 * src.scale1 * src.scale2 * src.scale2
-    hi[0] = first_mean(load_block(src, 0, min(<Py_ssize_t>BLOCK, n_cols), False), n_cols) if centered else 0
-    sum_and_settle(src, n_cols, scaled_eps, centered, False, hi, lo, mean, saved_rstd)
-    # A constant row and eps = 0: x_hat is zero, not 0 * inf.
-    rstd[0] = <real>saved_rstd[0] if isfinite(saved_rstd[0]) else 0
-    mean[0] = mean[0] / src.scale1 / src.scale2
-    saved_rstd[0] = saved_rstd[0] * src.scale1 * src.scale2
 
 
 cdef inline lanes x_hat(lanes x, lanes hi, lanes lo, lanes rstd, bint centered) noexcept nogil:
@@ -173,53 +131,16 @@ cdef inline lanes x_hat(lanes x, lanes hi, lanes lo, lanes rstd, bint centered) 
     return lanes_mul(x, rstd)
 
 
-cdef inline void apply_block(const real* x, real* y, Py_ssize_t n, real hi, real lo, real rstd,
-                             const real* w, const real* b, bint centered, bint stream,
-                             const char* ahead, Py_ssize_t ahead_size) noexcept nogil:
-    """y = ((x - hi) - lo) * rstd * w + b over n columns. ahead: what the next row will read, ahead_size
-    bytes a column, fetched while this one is written, since stores past the cache leave the memory
-    bus idle otherwise."""
-    cdef lanes h = lanes_fill(hi), l = lanes_fill(lo), r = lanes_fill(rstd), zero = lanes_fill(0)
-    cdef lanes t
-    cdef Py_ssize_t i = 0, k
-    if stream and <size_t>y % sizeof(real) == 0:
-        # Whole cache lines only; y may start inside one.
-        k = min(n, <Py_ssize_t>((64 - <size_t>y % 64) % 64 // sizeof(real)))
-        if k > 0:
-            t = x_hat(lanes_load_part(x, k, zero), h, l, r, centered)
-            if w != NULL:
-                t = lanes_mul(t, lanes_load_part(w, k, zero))
-            if b != NULL:
-                t = lanes_add(t, lanes_load_part(b, k, zero))
-            lanes_store_part(y, k, t)
-        i = k
-        while i + LANES <= n:
-            prefetch(ahead + i * ahead_size)
-            t = x_hat(lanes_load(x + i), h, l, r, centered)
-            if w != NULL:
-                t = lanes_mul(t, lanes_load(w + i))
-            if b != NULL:
-                t = lanes_add(t, lanes_load(b + i))
-            lanes_stream(y + i, t)
-            i += LANES
-    else:
-        while i + LANES <= n:
-            if ahead != NULL:
-                prefetch(ahead + i * ahead_size)
-            t = x_hat(lanes_load(x + i), h, l, r, centered)
-            if w != NULL:
-                t = lanes_mul(t, lanes_load(w + i))
-            if b != NULL:
-                t = lanes_add(t, lanes_load(b + i))
-            lanes_store(y + i, t)
-            i += LANES
-    if i < n:
-        t = x_hat(lanes_load_part(x + i, n - i, zero), h, l, r, centered)
-        if w != NULL:
-            t = lanes_mul(t, lanes_load_part(w + i, n - i, zero))
-        if b != NULL:
-            t = lanes_add(t, lanes_load_part(b + i, n - i, zero))
-        lanes_store_part(y + i, n - i, t)
+cdef inline lanes y_lanes(const char* x, Py_ssize_t i, Py_ssize_t n, lanes hi, lanes lo, lanes rstd, const real* w,
+                          const real* b, bint centered, int type) noexcept nogil:
+    """((x - hi) - lo) * rstd * w + b of n columns from i on, at most a lane group."""
+    cdef lanes zero = lanes_fill(0)
+    cdef lanes t = x_hat(lanes_load_part_as(x, i, n, zero, type), hi, lo, rstd, centered)
+    if w != NULL:
+        t = lanes_mul(t, lanes_load_part(w + i, n, zero))
+    if b != NULL:
+        t = lanes_add(t, lanes_load_part(b + i, n, zero))
+    return t
 
 
 # What the second sweep needs to know of a row.
@@ -228,64 +149,152 @@ cdef struct forward_row:
     char* y
     const char* ahead      # the row to fetch meanwhile, or NULL
     real hi, lo, rstd
+    bint done              # needed a scale of its own, and was finished with it
+
+
+cdef inline void apply_block(const char* x, char* y, Py_ssize_t n, const forward_row* row, const real* w, const real* b,
+                             bint centered, bint stream, int type, const char* ahead, Py_ssize_t ahead_size) noexcept nogil:
+    """y over n columns. ahead: what a later row will read, ahead_size bytes a column, fetched while
+    this one is written, since stores past the cache leave the memory bus idle otherwise."""
+    cdef lanes h = lanes_fill(row.hi), l = lanes_fill(row.lo), r = lanes_fill(row.rstd)
+    cdef Py_ssize_t i = 0, head, part
+    if stream:
+        # Whole cache lines only; y may start inside one.
+        head = min(n, values_to_line(y, type))
+        while i < head:
+            part = min(head - i, <Py_ssize_t>LANES)
+            lanes_store_part_as(y, i, part, y_lanes(x, i, part, h, l, r, w, b, centered, type), type)
+            i += part
+        while i + LANES <= n:
+            prefetch(ahead + i * ahead_size)
+            lanes_stream_as(y, i, y_lanes(x, i, LANES, h, l, r, w, b, centered, type), type)
+            i += LANES
+    else:
+        while i + LANES <= n:
+            if ahead != NULL:
+                prefetch(ahead + i * ahead_size)
+            lanes_store_as(y, i, y_lanes(x, i, LANES, h, l, r, w, b, centered, type), type)
+            i += LANES
+    if i < n:
+        lanes_store_part_as(y, i, n - i, y_lanes(x, i, n - i, h, l, r, w, b, centered, type), type)
 
 
 cdef inline void open_forward_row(const job* j, Py_ssize_t r, Py_ssize_t distance, real* x_buffer, bint resident,
                                   forward_row* row) noexcept nogil:
     row.src = open_row(&j.x, r, x_buffer, resident)
     row.y = row_start(&j.y, r)
+    row.done = False
     row.ahead = NULL
-    if j.stream and r + distance < j.n_rows and is_contiguous(&j.x):
-        row.ahead = row_start(&j.x, r + distance)
+    if j.stream and is_contiguous(&j.x):
+        row.ahead = row_start(&j.x, min(r + distance, j.n_rows - 1))
 
 
-cdef inline void row_statistics_of(const job* j, Py_ssize_t r, forward_row* row, bint centered) noexcept nogil:
-    cdef double mean = 0, saved_rstd = 0
-    cdef const real* x = load_block(&row.src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False)
-    row.hi = first_mean(x, j.n_cols) if centered else 0
-    row.lo = 0
-    # A row of one block stands in the buffer already.
-    if sum_and_settle(&row.src, j.n_cols, j.eps, centered, row.src.resident and j.n_cols <= BLOCK,
-                      &row.hi, &row.lo, &mean, &saved_rstd) == SETTLED:
-        row.rstd = <real>saved_rstd
-    else:
-        rescue(&row.src, j.n_cols, j.eps, centered, &row.hi, &row.lo, &row.rstd, &mean, &saved_rstd)
+cdef inline void save_statistics(const job* j, Py_ssize_t r, double mean, double rstd) noexcept nogil:
     if j.mean != NULL:
         (<real*>j.mean)[r] = <real>mean
     if j.rstd != NULL:
-        (<real*>j.rstd)[r] = <real>saved_rstd
+        (<real*>j.rstd)[r] = <real>rstd
 
 
-cdef inline void row_apply(const job* j, const forward_row* row, Py_ssize_t c0, Py_ssize_t n, bint centered,
+cdef inline void row_apply(const job* j, const forward_row* row, Py_ssize_t c0, Py_ssize_t n, bint centered, int type,
                            real* y_buffer) noexcept nogil:
     """n columns from c0 on, at most a block, of a row of y."""
     cdef in_real w = <in_real>j.weight
     cdef in_real b = <in_real>j.bias
-    cdef const real* x = load_block(&row.src, c0, n, True)
-    cdef real* y = <real*>row.y + c0 if j.y.direct else y_buffer
-    apply_block(x, y, n, row.hi, row.lo, row.rstd, w + c0 if w != NULL else NULL, b + c0 if b != NULL else NULL,
-                centered, j.stream and j.y.direct,
+    cdef const char* x = load_block(&row.src, c0, n, True, type)
+    cdef bint y_in_place = type != ST_REAL or in_place(&j.y, ST_REAL)
+    cdef bint stream
+    cdef char* y = row.y + c0 * SIZE_OF(type) if y_in_place else <char*>y_buffer
+    if w != NULL:
+        w += c0
+    if b != NULL:
+        b += c0
+    stream = j.stream and y_in_place and row.ahead != NULL and <size_t>y % SIZE_OF(type) == 0
+    apply_block(x, y, n, row, w, b, centered, stream, type,
                 row.ahead + c0 * j.x.itemsize if row.ahead != NULL else NULL, j.x.itemsize)
-    if not j.y.direct:
-        store_columns(&j.y, row.y, c0, n, y, j.stream)
+    if not y_in_place:
+        store_columns(&j.y, row.y, c0, n, y_buffer, j.stream)
 
 
-cdef inline void group_forward(const job* j, Py_ssize_t r, int n_rows, bint centered, bint resident, real* x_buffer,
-                               real* y_buffer) noexcept nogil:
+cdef void rescue(const job* j, Py_ssize_t r) noexcept nogil:
+    """A row whose squares overflow, or underflow where eps does not hide it: the row times a power of
+    two, with eps times its square. Rare, so all in one place and through buffers."""
+    cdef block x_buffer, y_buffer
+    cdef forward_row row
+    cdef double largest = sqrt(j.eps), naive_sum = 0, eps = j.eps, mean = 0, rstd = 0
+    cdef Py_ssize_t c0, n, k
+    cdef bint finite = True
+    cdef in_real x
+    cdef int exponent = 0
+    open_forward_row(j, r, 0, x_buffer.v, False, &row)
+    c0 = 0
+    while c0 < j.n_cols:
+        n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
+        x = <in_real>load_block(&row.src, c0, n, False, ST_REAL)
+        for k in range(n):
+            naive_sum += x[k]
+            largest = max(largest, fabs(<double>x[k]))
+            finite = finite and isfinite(<double>x[k])
+        c0 += BLOCK
+    # Inf and NaN stay in their row, as IEEE arithmetic has it, without a scale.
+    if finite:
+        if largest > 0:
+            frexp(largest, &exponent)
+        row.src.scaled = True
+        row.src.scale1 = ldexp(1.0, -exponent // 2)
+        row.src.scale2 = ldexp(1.0, -exponent - -exponent // 2)
+        eps = eps * row.src.scale1 * row.src.scale1 * row.src.scale2 * row.src.scale2
+    row.hi = row.lo = 0
+    if j.centered:
+        row.hi = first_mean(load_block(&row.src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False, ST_REAL), j.n_cols, ST_REAL)
+    sum_and_settle(&row.src, j.n_cols, eps, j.centered, False, ST_REAL, &row.hi, &row.lo, &mean, &rstd)
+    # A constant row and eps = 0: x_hat is zero, not 0 * inf.
+    row.rstd = <real>rstd if not finite or isfinite(rstd) else 0
+    c0 = 0
+    while c0 < j.n_cols:
+        row_apply(j, &row, c0, min(<Py_ssize_t>BLOCK, j.n_cols - c0), j.centered, ST_REAL, y_buffer.v)
+        c0 += BLOCK
+    if finite:
+        mean = mean / row.src.scale1 / row.src.scale2
+        rstd = rstd * row.src.scale1 * row.src.scale2
+    elif j.centered:
+        mean = naive_sum
+    save_statistics(j, r, mean, rstd)
+
+
+cdef inline void row_sweep(const job* j, Py_ssize_t r, forward_row* row, bint centered, int type) noexcept nogil:
+    """The first sweep: the statistics of a row."""
+    cdef double mean = 0, rstd = 0
+    cdef const char* x = load_block(&row.src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False, type)
+    row.hi = first_mean(x, j.n_cols, type) if centered else 0
+    row.lo = 0
+    # A row of one block stands in the buffer already.
+    if sum_and_settle(&row.src, j.n_cols, j.eps, centered, row.src.resident and j.n_cols <= BLOCK, type,
+                      &row.hi, &row.lo, &mean, &rstd) == SETTLED:
+        row.rstd = <real>rstd
+        save_statistics(j, r, mean, rstd)
+    else:
+        rescue(j, r)
+        row.done = True
+
+
+cdef inline void group_forward(const job* j, Py_ssize_t r, int n_rows, bint centered, int type, bint resident,
+                               real* x_buffer, real* y_buffer) noexcept nogil:
     """Rows side by side: each block of weight and bias is fetched once for all of them."""
     cdef forward_row[GROUP] rows
     cdef Py_ssize_t c0 = 0
     cdef int k
     for k in range(n_rows):
         open_forward_row(j, r + k, n_rows, x_buffer, resident, &rows[k])
-        row_statistics_of(j, r + k, &rows[k], centered)
+        row_sweep(j, r + k, &rows[k], centered, type)
     while c0 < j.n_cols:
         for k in range(n_rows):
-            row_apply(j, &rows[k], c0, min(<Py_ssize_t>BLOCK, j.n_cols - c0), centered, y_buffer)
+            if not rows[k].done:
+                row_apply(j, &rows[k], c0, min(<Py_ssize_t>BLOCK, j.n_cols - c0), centered, type, y_buffer)
         c0 += BLOCK
 
 
-cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+cdef inline void rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, bint centered, int type) noexcept nogil:
     cdef block[RESIDENT] x_buffer
     cdef block y_buffer
     cdef bint contiguous = is_contiguous(&j.x)
@@ -294,15 +303,30 @@ cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
     cdef int group = GROUP
     if j.n_cols <= BLOCK or not contiguous or GROUP * j.n_cols * j.x.itemsize > GROUP_BYTES:
         group = 1
-    # The flag as a literal: two bodies, each without the branch.
     while r0 < r1:
-        if j.centered:
-            group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), True, resident, x_buffer[0].v, y_buffer.v)
-        else:
-            group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), False, resident, x_buffer[0].v, y_buffer.v)
+        group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), centered, type, resident, x_buffer[0].v, y_buffer.v)
         r0 += group
     if j.stream:
         stream_fence()
+
+
+cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+    cdef int type = type_in_place(&j.x, &j.y, &j.y)
+    # Flags as literals: a body for each, without the branches.
+    if type == ST_FLOAT16:
+        if j.centered:
+            rows_forward(j, r0, r1, True, ST_FLOAT16)
+        else:
+            rows_forward(j, r0, r1, False, ST_FLOAT16)
+    elif type == ST_BFLOAT16:
+        if j.centered:
+            rows_forward(j, r0, r1, True, ST_BFLOAT16)
+        else:
+            rows_forward(j, r0, r1, False, ST_BFLOAT16)
+    elif j.centered:
+        rows_forward(j, r0, r1, True, ST_REAL)
+    else:
+        rows_forward(j, r0, r1, False, ST_REAL)
 
 
 # One long row in pieces: the same blocks, the same order of adding them up.
@@ -310,8 +334,9 @@ cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
 cdef double piece_first_mean(const job* j, Py_ssize_t r) noexcept nogil:
     cdef block buffer
     cdef source src = open_row(&j.x, r, buffer.v, False)
-    cdef const real* x = load_block(&src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False)
-    return first_mean(x, j.n_cols) if j.centered else 0
+    if not j.centered:
+        return 0
+    return first_mean(load_block(&src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False, ST_REAL), j.n_cols, ST_REAL)
 
 
 cdef void piece_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1, double hi, double* sums) noexcept nogil:
@@ -324,7 +349,7 @@ cdef void piece_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t b
         c0 = k * BLOCK
         n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
         a = 0
-        block_sums(load_block(&src, c0, n, False), n, <real>hi, j.centered, &a, &b)
+        block_sums(load_block(&src, c0, n, False, ST_REAL), n, <real>hi, j.centered, ST_REAL, &a, &b)
         sums[2 * k] = a
         sums[2 * k + 1] = b
 
@@ -344,10 +369,7 @@ cdef int piece_settle(const job* j, Py_ssize_t r, const double* sums, bint last,
     st.lo = lo
     st.rstd = <real>rstd
     if verdict == SETTLED:
-        if j.mean != NULL:
-            (<real*>j.mean)[r] = <real>mean
-        if j.rstd != NULL:
-            (<real*>j.rstd)[r] = <real>rstd
+        save_statistics(j, r, mean, rstd)
     return verdict
 
 
@@ -360,7 +382,7 @@ cdef void piece_apply(const job* j, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1, 
     row.lo = <real>st.lo
     row.rstd = <real>st.rstd
     while c0 < c1:
-        row_apply(j, &row, c0, min(<Py_ssize_t>BLOCK, c1 - c0), j.centered, y_buffer.v)
+        row_apply(j, &row, c0, min(<Py_ssize_t>BLOCK, c1 - c0), j.centered, ST_REAL, y_buffer.v)
         c0 += BLOCK
     if j.stream:
         stream_fence()

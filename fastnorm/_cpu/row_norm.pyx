@@ -84,7 +84,7 @@ cdef int merge(const Py_ssize_t* shape, const Py_ssize_t* strides, int ndim, Py_
     return n
 
 
-cdef int open_view(view* v, cnp.ndarray a, int n_axes, const kernels* k) except -1:
+cdef int open_view(view* v, cnp.ndarray a, int n_axes) except -1:
     """The view of an array whose last n_axes axes are normalized."""
     cdef int n_rows = a.ndim - n_axes
     cdef const Py_ssize_t* shape = <const Py_ssize_t*>cnp.PyArray_DIMS(a)
@@ -95,10 +95,9 @@ cdef int open_view(view* v, cnp.ndarray a, int n_axes, const kernels* k) except 
     v.row_ndim = merge(shape, strides, n_rows, v.row_shape, v.row_strides)
     v.col_ndim = merge(shape + n_rows, strides + n_rows, n_axes, v.col_shape, v.col_strides)
     v.itemsize = a.itemsize
-    v.direct = (v.type == (ST_FLOAT32 if k == float32_kernels else ST_FLOAT64) and not v.swapped and v.col_ndim == 1
-                and (v.col_strides[0] == a.itemsize or v.col_shape[0] == 1))
-    if v.col_shape[0] == 1 and v.col_ndim == 1:
+    if v.col_shape[0] == 1:
         v.col_strides[0] = a.itemsize
+    v.direct = not v.swapped and v.col_ndim == 1 and v.col_strides[0] == a.itemsize
     return 0
 
 
@@ -140,7 +139,7 @@ cdef const kernels* open_job(job* j, cnp.ndarray x, int n_axes, weight, rstd, do
     j.eps = eps
     j.weight = data_or_null(weight)
     j.rstd = data_or_null(rstd)
-    open_view(&j.x, x, n_axes, k)
+    open_view(&j.x, x, n_axes)
     return k
 
 
@@ -270,7 +269,7 @@ def row_norm_forward(cnp.ndarray x, int n_axes, weight, bias, double eps, cnp.nd
     cdef const kernels* k = open_job(&j, x, n_axes, weight, rstd, eps, centered)
     j.bias = data_or_null(bias)
     j.mean = data_or_null(mean)
-    open_view(&j.y, y, n_axes, k)
+    open_view(&j.y, y, n_axes)
     j.stream = cnp.PyArray_NBYTES(y) >= STREAM_BYTES and cnp.PyArray_DATA(y) != cnp.PyArray_DATA(x)
     run_forward(k, &j)
 
@@ -378,8 +377,8 @@ def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, mean, c
     cdef double* partials = open_partials(&j, k)
     try:
         j.mean = data_or_null(mean)
-        open_view(&j.dy, dy, n_axes, k)
-        open_view(&j.dx, dx, n_axes, k)
+        open_view(&j.dy, dy, n_axes)
+        open_view(&j.dx, dx, n_axes)
         j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(x)
                     and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(dy))
         if dweight is None:

@@ -10,8 +10,8 @@ from fastnorm._cpu.kernels cimport view, job, row_statistics, kernels
 cdef extern from "lanes.h" nogil:
     ctypedef double real
     ctypedef const real* in_real "const real*"
-    ctypedef real* out_real "real*"
     ctypedef const char* in_bytes "const char*"
+    ctypedef char* out_bytes "char*"
     ctypedef struct lanes:
         pass
     ctypedef struct block:
@@ -27,7 +27,6 @@ cdef extern from "lanes.h" nogil:
     lanes lanes_load(const real* p)
     lanes lanes_load_part(const real* p, Py_ssize_t n, lanes fill)
     void lanes_store(real* p, lanes a)
-    void lanes_store_part(real* p, Py_ssize_t n, lanes a)
     void lanes_stream(real* p, lanes a)
     void stream_fence()
     void prefetch(const void* p)
@@ -41,8 +40,17 @@ cdef extern from "lanes.h" nogil:
 
 cdef extern from "storage.h" nogil:
     enum:
-        ST_FLOAT32
-        ST_FLOAT64
+        ST_FLOAT16
+        ST_BFLOAT16
+        ST_REAL
+    bint has_lanes(int type)
+    Py_ssize_t SIZE_OF(int type)
+    lanes lanes_load_as(const char* p, Py_ssize_t i, int type)
+    lanes lanes_load_part_as(const char* p, Py_ssize_t i, Py_ssize_t n, lanes fill, int type)
+    void lanes_store_as(char* p, Py_ssize_t i, lanes a, int type)
+    void lanes_store_part_as(char* p, Py_ssize_t i, Py_ssize_t n, lanes a, int type)
+    void lanes_stream_as(char* p, Py_ssize_t i, lanes a, int type)
+    Py_ssize_t values_to_line(const char* p, int type)
     void load_run(const char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, real* out)
     void store_run(char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, const real* a)
     void stream_bytes(char* q, const char* p, Py_ssize_t n)
@@ -139,17 +147,30 @@ cdef inline source open_row(const view* v, Py_ssize_t r, real* buffer, bint resi
     return src
 
 
-cdef inline const real* load_block(const source* src, Py_ssize_t c0, Py_ssize_t n, bint again) noexcept nogil:
-    """Columns c0 to c0 + n, at most a block; again: they were loaded before, with the same scale."""
+cdef inline bint in_place(const view* v, int type) noexcept nogil:
+    return v.direct and v.type == type
+
+
+cdef inline int type_in_place(const view* a, const view* b, const view* c) noexcept nogil:
+    """The storage type for which kernels are instantiated: that of the arrays if they share one that
+    needs no buffer, else real, with buffers for those that are something else."""
+    if in_place(a, b.type) and in_place(b, c.type) and c.direct and has_lanes(a.type):
+        return a.type
+    return ST_REAL
+
+
+cdef inline const char* load_block(const source* src, Py_ssize_t c0, Py_ssize_t n, bint again, int type) noexcept nogil:
+    """Columns c0 to c0 + n, at most a block, as values of the type (a literal): in place, or in the
+    buffer as real. again: they were loaded before, with the same scale."""
     cdef real* out
     cdef Py_ssize_t k
-    if src.v.direct and not src.scaled:
-        return <const real*>src.row + c0
+    if type != ST_REAL or (in_place(src.v, ST_REAL) and not src.scaled):
+        return src.row + c0 * SIZE_OF(type)
     out = src.buffer + c0 if src.resident else src.buffer
     if again and src.resident:
-        return out
+        return <const char*>out
     load_columns(src.v, src.row, c0, n, out)
     if src.scaled:
         for k in range(n):
             out[k] = <real>(<double>out[k] * src.scale1 * src.scale2)
-    return out
+    return <const char*>out

@@ -194,4 +194,133 @@ static inline void stream_bytes(char *q, const char *p, ptrdiff_t n) {
     memcpy(q, p, n);
 }
 
+/* ----------------------------------------------------------------------------------------------
+ * The same for one lane group in registers, for contiguous native arrays: real itself, and 16-bit
+ * types where this level converts whole registers. type is a literal at every call, p is the start
+ * of a row, i an index into it.
+ */
+enum { ST_REAL = sizeof(real) == 4 ? ST_FLOAT32 : ST_FLOAT64 };
+
+#if defined(__GNUC__)
+  #define BFLOAT16_LANES (sizeof(real) == 4)
+#else
+  #define BFLOAT16_LANES 0
+#endif
+#if defined(__F16C__)
+  #define FLOAT16_LANES (sizeof(real) == 4)
+#else
+  #define FLOAT16_LANES 0
+#endif
+
+static inline int has_lanes(int type) {
+    return type == ST_REAL || (type == ST_BFLOAT16 && BFLOAT16_LANES) || (type == ST_FLOAT16 && FLOAT16_LANES);
+}
+
+#define SIZE_OF(type) ((type) == ST_REAL ? (ptrdiff_t)sizeof(real) : 2)
+
+#if defined(__GNUC__)
+typedef uint32_t vec_bits __attribute__((vector_size(VEC_BYTES)));
+typedef int32_t vec_int __attribute__((vector_size(VEC_BYTES)));
+typedef uint16_t vec_half __attribute__((vector_size(VEC_BYTES / 2)));
+typedef uint16_t vec_half_anywhere __attribute__((vector_size(VEC_BYTES / 2), aligned(1), may_alias));
+#endif
+
+/* Of sixteen 16-bit values, those of register k. */
+INLINE vec vec_of_bits16(const char *p, int k, int type) {
+    p += k * (VEC_BYTES / 2);
+#if defined(__F16C__)
+    if (type == ST_FLOAT16) {
+  #if defined(__AVX512F__)
+        return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+  #else
+        return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+  #endif
+    }
+#endif
+#if defined(__GNUC__)
+    return (vec)(__builtin_convertvector(*(const vec_half_anywhere *)p, vec_bits) << 16);
+#else
+    return 0;
+#endif
+}
+
+#if defined(__GNUC__)
+INLINE vec_half bits16_of_vec(vec a, int type) {
+#if defined(__F16C__)
+    if (type == ST_FLOAT16) {
+  #if defined(__AVX512F__)
+        return (vec_half)_mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT);
+  #else
+        return (vec_half)_mm256_cvtps_ph((__m256)a, _MM_FROUND_TO_NEAREST_INT);
+  #endif
+    }
+#endif
+    /* bfloat16_of_float(), all at once. */
+    vec_bits b = (vec_bits)a, r = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    vec_bits nan = (vec_bits)((vec_int)(b & 0x7fffffff) > (255 << 23));
+    return __builtin_convertvector((nan & ((b >> 16) | 0x40)) | (~nan & r), vec_half);
+}
+#endif
+
+INLINE lanes lanes_load_as(const char *p, ptrdiff_t i, int type) {
+    p += i * SIZE_OF(type);
+    if (type == ST_REAL) return lanes_load((const real *)p);
+    lanes r;
+    UNROLLED for (int k = 0; k < N_VECS; k++) r.v[k] = vec_of_bits16(p, k, type);
+    return r;
+}
+
+INLINE void lanes_store_as(char *p, ptrdiff_t i, lanes a, int type) {
+    p += i * SIZE_OF(type);
+    if (type == ST_REAL) { lanes_store((real *)p, a); return; }
+#if defined(__GNUC__)
+    UNROLLED for (int k = 0; k < N_VECS; k++)
+        *(vec_half_anywhere *)(p + k * (VEC_BYTES / 2)) = bits16_of_vec(a.v[k], type);
+#endif
+}
+
+/* Past the cache. The address is a multiple of the size of a lane group as it is stored. */
+INLINE void lanes_stream_as(char *p, ptrdiff_t i, lanes a, int type) {
+    p += i * SIZE_OF(type);
+    if (type == ST_REAL) { lanes_stream((real *)p, a); return; }
+#if defined(__SSE2__)
+    char t[32] __attribute__((aligned(32)));
+    lanes_store_as(t, 0, a, type);
+    UNROLLED for (int k = 0; k < 2; k++)
+        _mm_stream_si128((__m128i *)p + k, _mm_load_si128((const __m128i *)t + k));
+#else
+    lanes_store_as(p, 0, a, type);
+#endif
+}
+
+APART lanes lanes_load_tail_as(const char *p, ptrdiff_t n, lanes fill, int type) {
+    if (type == ST_REAL) return lanes_load_tail((const real *)p, n, fill);
+    real t[LANES];
+    lanes_store(t, fill);
+    load_run(p, 2, type, 0, n, t);
+    return lanes_load(t);
+}
+
+APART void lanes_store_tail_as(char *p, ptrdiff_t n, lanes a, int type) {
+    if (type == ST_REAL) { lanes_store_tail((real *)p, n, a); return; }
+    real t[LANES];
+    lanes_store(t, a);
+    store_run(p, 2, type, 0, n, t);
+}
+
+/* The first n lanes (none if n <= 0, all if n >= LANES), the rest fill. Reads and writes nothing beyond. */
+INLINE lanes lanes_load_part_as(const char *p, ptrdiff_t i, ptrdiff_t n, lanes fill, int type) {
+    return n >= LANES ? lanes_load_as(p, i, type) : n <= 0 ? fill : lanes_load_tail_as(p + i * SIZE_OF(type), n, fill, type);
+}
+
+INLINE void lanes_store_part_as(char *p, ptrdiff_t i, ptrdiff_t n, lanes a, int type) {
+    if (n >= LANES) lanes_store_as(p, i, a, type);
+    else if (n > 0) lanes_store_tail_as(p + i * SIZE_OF(type), n, a, type);
+}
+
+/* Values up to the next whole cache line. */
+INLINE ptrdiff_t values_to_line(const char *p, int type) {
+    return (-(intptr_t)p & 63) / SIZE_OF(type);
+}
+
 #endif
