@@ -9,33 +9,43 @@ apart and would evict each other from the cache.
 
 cdef enum:
     TILE = 128
-    TILE_BYTES = 1 << 20
+    TILE_BYTES = 1 << 20   # of a packed tile; there are two of them
+    AHEAD = 16             # columns
 
 cdef struct tile:
     const view* v
-    const char* base       # row r at column 0
-    Py_ssize_t n, width    # rows, and rows padded to whole lane groups
-    real* packed           # [n_cols, width], or NULL: the tile does not fit
-    real* columns          # [4, width], what is being looked at, where it cannot be read in place
-    bint direct
+    const char* base       # its first row at column 0
+    Py_ssize_t r, n        # its rows: r to r + n
+    Py_ssize_t width       # n padded to whole lane groups
+    real* packed           # [n_cols, width], or NULL: it does not fit
+    real* columns          # [4, TILE], what is being looked at, where that cannot be in place
+    bint is_packed, direct
 
 
-cdef inline const real* tile_column(const tile* t, Py_ssize_t c, int slot, bint again) noexcept nogil:
+cdef inline void load_tile_column(const tile* t, Py_ssize_t c, real* out) noexcept nogil:
+    cdef const view* v = t.v
+    cdef const char* p = t.base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
+    cdef Py_ssize_t k
+    if v.col_ndim == 1:
+        # The processor does not foresee strides of whole pages.
+        for k in range(0, t.n * v.itemsize, 64):
+            prefetch(p + AHEAD * v.col_strides[0] + k)
+    load_run(p, v.row_strides[v.row_ndim - 1], v.type, v.swapped, t.n, out)
+
+
+cdef inline void pack_tile_column(tile* t, Py_ssize_t c) noexcept nogil:
+    load_tile_column(t, c, t.packed + c * t.width)
+
+
+cdef inline const real* tile_column(const tile* t, Py_ssize_t c, int slot) noexcept nogil:
     """Column c of a tile, t.width values. slot: which of the four columns in use."""
     cdef const view* v = t.v
-    cdef const char* p
-    cdef real* out
-    if again and t.packed != NULL:
+    if t.is_packed:
         return t.packed + c * t.width
-    p = t.base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
-    if t.packed != NULL:
-        out = t.packed + c * t.width
-    elif t.direct:
-        return <const real*>p
-    else:
-        out = t.columns + slot * TILE
-    load_run(p, v.row_strides[v.row_ndim - 1], v.type, v.swapped, t.n, out)
-    return out
+    if t.direct:
+        return <const real*>(t.base + offset(v.col_ndim, v.col_shape, v.col_strides, c))
+    load_tile_column(t, c, t.columns + slot * TILE)
+    return t.columns + slot * TILE
 
 
 cdef inline Py_ssize_t run_left(const view* v, Py_ssize_t r) noexcept nogil:
@@ -44,25 +54,31 @@ cdef inline Py_ssize_t run_left(const view* v, Py_ssize_t r) noexcept nogil:
     return length - r % length
 
 
-cdef inline tile open_tile(const view* v, Py_ssize_t r, Py_ssize_t n, Py_ssize_t n_cols, Py_ssize_t bytes,
-                           real* packed, real* columns) noexcept nogil:
-    cdef tile t
-    t.v = v
-    t.base = row_start(v, r)
-    t.n = n
-    t.width = (n + LANES - 1) // LANES * LANES
-    t.packed = packed if n_cols * t.width * sizeof(real) <= bytes else NULL
-    t.columns = columns
-    t.direct = v.type == ST_REAL and not v.swapped and n == t.width
-    return t
-
-
-cdef inline Py_ssize_t tile_rows(Py_ssize_t n_cols, Py_ssize_t bytes) noexcept nogil:
-    """How many rows a tile takes: fewer if that lets it be packed, but no less than two cache lines."""
+cdef inline Py_ssize_t tile_rows(Py_ssize_t n_cols) noexcept nogil:
+    """How many rows a tile takes: fewer if that lets it be packed, but no less than two lane groups."""
     cdef Py_ssize_t rows = TILE
-    while rows > 2 * LANES and n_cols * rows * sizeof(real) > bytes:
+    while rows > 2 * LANES and n_cols * rows * sizeof(real) > TILE_BYTES:
         rows //= 2
-    return rows if n_cols * rows * sizeof(real) <= bytes else TILE
+    return rows if n_cols * rows * sizeof(real) <= TILE_BYTES else TILE
+
+
+cdef inline tile open_tile(const job* j, Py_ssize_t r, Py_ssize_t r1, real* packed, real* columns) noexcept nogil:
+    """The tile of x that starts at row r; ends on a whole cache line of y, so that the next one starts there."""
+    cdef tile t
+    cdef Py_ssize_t rows = tile_rows(j.n_cols), over
+    t.v = &j.x
+    t.base = row_start(&j.x, r)
+    t.r = r
+    t.n = min(rows, r1 - r, run_left(&j.x, r), run_left(&j.y, r))
+    over = (<size_t>(row_start(&j.y, r) + t.n * j.y.itemsize) % 64) // j.y.itemsize
+    if t.n == rows and over < t.n:
+        t.n -= over
+    t.width = (t.n + LANES - 1) // LANES * LANES
+    t.packed = packed if j.n_cols * t.width * sizeof(real) <= TILE_BYTES else NULL
+    t.columns = columns
+    t.is_packed = False
+    t.direct = j.x.type == ST_REAL and not j.x.swapped and t.n == t.width
+    return t
 
 
 cdef void tile_first_mean(const tile* t, Py_ssize_t n_cols, real* hi, real* s) noexcept nogil:
@@ -76,10 +92,10 @@ cdef void tile_first_mean(const tile* t, Py_ssize_t n_cols, real* hi, real* s) n
     cdef const real* d
     cdef int l
     for l in range(LANES):
-        a = tile_column(t, l, 0, False) if l < n_cols else NULL
-        b = tile_column(t, l + LANES, 1, False) if l + LANES < n_cols else NULL
-        c = tile_column(t, l + 2 * LANES, 2, False) if l + 2 * LANES < n_cols else NULL
-        d = tile_column(t, l + 3 * LANES, 3, False) if l + 3 * LANES < n_cols else NULL
+        a = tile_column(t, l, 0) if l < n_cols else NULL
+        b = tile_column(t, l + LANES, 1) if l + LANES < n_cols else NULL
+        c = tile_column(t, l + 2 * LANES, 2) if l + 2 * LANES < n_cols else NULL
+        d = tile_column(t, l + 3 * LANES, 3) if l + 3 * LANES < n_cols else NULL
         i = 0
         while i < width:
             lanes_store(s + l * TILE + i, sum4(lanes_load(a + i) if a != NULL else zero,
@@ -117,15 +133,15 @@ cdef inline void tile_total(double* sums, double* rest, const real* a, Py_ssize_
         rest[i] = t.rest
 
 
-cdef inline void tile_step(const tile* t, Py_ssize_t c, Py_ssize_t n_cols, const real* hi, bint centered, bint again,
+cdef inline void tile_step(const tile* t, Py_ssize_t c, Py_ssize_t n_cols, const real* hi, bint centered,
                            real* s, real* q) noexcept nogil:
     """Add the four columns c, c + LANES, ... of one lane, as far as they exist."""
     cdef lanes zero = lanes_fill(0)
     cdef lanes h, x0, x1, x2, x3
-    cdef const real* a = tile_column(t, c, 0, again)
-    cdef const real* b = tile_column(t, c + LANES, 1, again) if c + LANES < n_cols else NULL
-    cdef const real* e = tile_column(t, c + 2 * LANES, 2, again) if c + 2 * LANES < n_cols else NULL
-    cdef const real* f = tile_column(t, c + 3 * LANES, 3, again) if c + 3 * LANES < n_cols else NULL
+    cdef const real* a = tile_column(t, c, 0)
+    cdef const real* b = tile_column(t, c + LANES, 1) if c + LANES < n_cols else NULL
+    cdef const real* e = tile_column(t, c + 2 * LANES, 2) if c + 2 * LANES < n_cols else NULL
+    cdef const real* f = tile_column(t, c + 3 * LANES, 3) if c + 3 * LANES < n_cols else NULL
     cdef Py_ssize_t i = 0
     while i < t.width:
         h = lanes_load(hi + i) if centered else zero
@@ -151,11 +167,10 @@ cdef struct tile_scratch:
     real[4 * 128] x_columns
     real[4 * 128] dy_columns
     real[128] y_column
-    real[128] hi
-    real[128] lo
-    real[128] rstd
-    real[128] c1
-    real[128] c2
+    # Room for a lane group from any row.
+    real[128 + 16] hi
+    real[128 + 16] lo
+    real[128 + 16] rstd
     double[128] sum_s
     double[128] rest_s
     double[128] sum_q
@@ -171,7 +186,7 @@ cdef inline double total_of(double sum, double rest) noexcept nogil:
     return total_value(t)
 
 
-cdef void tile_sums(const tile* t, Py_ssize_t n_cols, bint centered, bint again, tile_scratch* w) noexcept nogil:
+cdef void tile_sums(const tile* t, Py_ssize_t n_cols, bint centered, tile_scratch* w) noexcept nogil:
     """OUT w.sum_s, rest_s, sum_q, rest_q."""
     cdef Py_ssize_t block = 0, step, c, width = t.width
     memset(w.sum_s, 0, sizeof(w.sum_s))
@@ -186,9 +201,9 @@ cdef void tile_sums(const tile* t, Py_ssize_t n_cols, bint centered, bint again,
             for c in range(step, min(step + LANES, n_cols)):
                 # The flag as a literal: two bodies, each without the branch.
                 if centered:
-                    tile_step(t, c, n_cols, w.hi, True, again, w.s + (c - step) * TILE, w.q + (c - step) * TILE)
+                    tile_step(t, c, n_cols, w.hi, True, w.s + (c - step) * TILE, w.q + (c - step) * TILE)
                 else:
-                    tile_step(t, c, n_cols, w.hi, False, again, w.s + (c - step) * TILE, w.q + (c - step) * TILE)
+                    tile_step(t, c, n_cols, w.hi, False, w.s + (c - step) * TILE, w.q + (c - step) * TILE)
             step += STEP
         if centered:
             fold_tile(w.s, width)
@@ -216,90 +231,112 @@ cdef int tile_settle(const job* j, Py_ssize_t r, Py_ssize_t n, bint last, tile_s
     return worst
 
 
-cdef inline void tile_apply_column(const real* x, real* y, Py_ssize_t width, const tile_scratch* w, const real* weight,
+cdef inline lanes tile_y(const real* x, Py_ssize_t i, Py_ssize_t n, const tile_scratch* w, lanes weight, lanes bias, bint weighted,
+                         bint biased, bint centered) noexcept nogil:
+    """y of n rows from i on at one column, at most LANES."""
+    cdef lanes t = x_hat(lanes_load_part(x + i, n, weight), lanes_load(w.hi + i), lanes_load(w.lo + i), lanes_load(w.rstd + i), centered)
+    if weighted:
+        t = lanes_mul(t, weight)
+    if biased:
+        t = lanes_add(t, bias)
+    return t
+
+
+cdef inline void tile_apply_column(const real* x, real* y, Py_ssize_t n, const tile_scratch* w, const real* weight,
                                    const real* bias, bint centered, bint stream) noexcept nogil:
+    """One column of n rows."""
     cdef lanes wl = lanes_fill(weight[0]) if weight != NULL else lanes_fill(0)
     cdef lanes bl = lanes_fill(bias[0]) if bias != NULL else lanes_fill(0)
-    cdef lanes t
     cdef Py_ssize_t i = 0
-    while i < width:
-        t = x_hat(lanes_load(x + i), lanes_load(w.hi + i), lanes_load(w.lo + i), lanes_load(w.rstd + i), centered)
-        if weight != NULL:
-            t = lanes_mul(t, wl)
-        if bias != NULL:
-            t = lanes_add(t, bl)
-        if stream:
-            lanes_stream(y + i, t)
-        else:
-            lanes_store(y + i, t)
+    if stream:
+        # Whole cache lines only; y may start inside one.
+        i = min(n, values_to_line(<char*>y, ST_REAL))
+        lanes_store_part_as(<char*>y, 0, i, tile_y(x, 0, i, w, wl, bl, weight != NULL, bias != NULL, centered), ST_REAL)
+        while i + LANES <= n:
+            lanes_stream(y + i, tile_y(x, i, LANES, w, wl, bl, weight != NULL, bias != NULL, centered))
+            i += LANES
+    while i < n:
+        lanes_store_part_as(<char*>y, i, n - i, tile_y(x, i, n - i, w, wl, bl, weight != NULL, bias != NULL, centered), ST_REAL)
         i += LANES
 
 
-cdef void tile_apply(const job* j, const tile* x, Py_ssize_t r, tile_scratch* w) noexcept nogil:
+cdef void tile_apply(const job* j, const tile* x, tile* following, tile_scratch* w) noexcept nogil:
+    """y of a tile, while the following tile (or NULL) is packed: its reads and these writes overlap."""
     cdef in_real weight = <in_real>j.weight
     cdef in_real bias = <in_real>j.bias
     cdef const view* v = &j.y
-    cdef char* base = row_start(v, r)
+    cdef char* base = row_start(v, x.r)
     cdef char* p
     cdef const real* column
+    cdef bint plain = v.type == ST_REAL and not v.swapped
+    cdef bint stream = j.stream and plain and <size_t>base % sizeof(real) == 0
     cdef real* y
-    cdef bint direct = v.type == ST_REAL and not v.swapped and x.n == x.width
     cdef Py_ssize_t c
     for c in range(j.n_cols):
-        column = tile_column(x, c, 0, True)
+        if following != NULL:
+            pack_tile_column(following, c)
+        column = tile_column(x, c, 0)
         p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
-        y = <real*>p if direct else w.y_column
-        if j.stream and direct and <size_t>p % 64 == 0:
-            if j.centered:
-                tile_apply_column(column, y, x.width, w, weight + c if weight != NULL else NULL,
-                                  bias + c if bias != NULL else NULL, True, True)
-            else:
-                tile_apply_column(column, y, x.width, w, weight + c if weight != NULL else NULL,
-                                  bias + c if bias != NULL else NULL, False, True)
-        elif j.centered:
-            tile_apply_column(column, y, x.width, w, weight + c if weight != NULL else NULL,
-                              bias + c if bias != NULL else NULL, True, False)
+        y = <real*>p if plain else w.y_column
+        # The flag as a literal: two bodies, each without the branch.
+        if j.centered:
+            tile_apply_column(column, y, x.n, w, weight + c if weight != NULL else NULL,
+                              bias + c if bias != NULL else NULL, True, stream)
         else:
-            tile_apply_column(column, y, x.width, w, weight + c if weight != NULL else NULL,
-                              bias + c if bias != NULL else NULL, False, False)
-        if not direct:
+            tile_apply_column(column, y, x.n, w, weight + c if weight != NULL else NULL,
+                              bias + c if bias != NULL else NULL, False, stream)
+        if not plain:
             store_run(p, v.row_strides[v.row_ndim - 1], v.type, v.swapped, x.n, y)
+    if following != NULL:
+        following.is_packed = True
 
 
-cdef void tile_forward(const job* j, Py_ssize_t r, Py_ssize_t n, real* packed, tile_scratch* w) noexcept nogil:
-    cdef tile x = open_tile(&j.x, r, n, j.n_cols, TILE_BYTES, packed, w.x_columns)
+cdef void tile_forward(const job* j, tile* x, tile* following, tile_scratch* w) noexcept nogil:
     cdef int verdict
-    cdef Py_ssize_t i
+    cdef Py_ssize_t c
+    if x.packed != NULL and not x.is_packed:
+        for c in range(j.n_cols):
+            pack_tile_column(x, c)
+        x.is_packed = True
     memset(w.hi, 0, sizeof(w.hi))
     memset(w.lo, 0, sizeof(w.lo))
     if j.centered:
-        tile_first_mean(&x, j.n_cols, w.hi, w.s)
-    tile_sums(&x, j.n_cols, j.centered, False, w)
-    verdict = tile_settle(j, r, n, False, w)
+        tile_first_mean(x, j.n_cols, w.hi, w.s)
+    tile_sums(x, j.n_cols, j.centered, w)
+    verdict = tile_settle(j, x.r, x.n, False, w)
     if verdict == RECENTRE:
         # Rows that were settled keep their hi, so they come out the same once more.
-        tile_sums(&x, j.n_cols, j.centered, True, w)
-        verdict = tile_settle(j, r, n, True, w)
+        tile_sums(x, j.n_cols, j.centered, w)
+        verdict = tile_settle(j, x.r, x.n, True, w)
     if verdict == SETTLED:
-        tile_apply(j, &x, r, w)
+        tile_apply(j, x, following, w)
     else:
         # Rare: a row needs its own scale. Row by row then, with the same bits.
-        forward(j, r, r + n)
+        forward(j, x.r, x.r + x.n)
 
 
 cdef void axis_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
     """As forward(), for views whose rows are contiguous (wing: rows_adjacent)."""
     cdef tile_scratch* w = <tile_scratch*>malloc(sizeof(tile_scratch))
-    cdef real* packed = <real*>malloc(TILE_BYTES)
-    cdef Py_ssize_t rows = tile_rows(j.n_cols, TILE_BYTES), n
+    cdef real* packed = <real*>malloc(2 * TILE_BYTES)
+    cdef tile x, following
+    cdef tile* next_tile
     if w == NULL or packed == NULL:
         # Slow, but right.
         forward(j, r0, r1)
-        r0 = r1
-    while r0 < r1:
-        n = min(rows, r1 - r0, run_left(&j.x, r0), run_left(&j.y, r0))
-        tile_forward(j, r0, n, packed, w)
-        r0 += n
+    elif r0 < r1:
+        x = open_tile(j, r0, r1, packed, w.x_columns)
+        while True:
+            next_tile = NULL
+            if x.r + x.n < r1:
+                following = open_tile(j, x.r + x.n, r1, packed if x.packed != packed else packed + TILE_BYTES // sizeof(real),
+                                      w.x_columns)
+                if following.packed != NULL:
+                    next_tile = &following
+            tile_forward(j, &x, next_tile, w)
+            if x.r + x.n >= r1:
+                break
+            x = following
     if j.stream:
         stream_fence()
     free(packed)
