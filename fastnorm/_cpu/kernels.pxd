@@ -73,3 +73,4 @@ cdef struct kernels:
     backward_apply_kernel backward_apply
     # The same for rows that lie next to each other in memory.
     forward_kernel axis_forward
+    backward_kernel axis_backward

@@ -71,18 +71,13 @@ cdef inline void block_gradient_sums(const char* x, const char* dy, const real* 
     sum_wdy_d[0] = lanes_fold(p)
 
 
-cdef struct gradient_totals:
-    total d, wdy, wdy_d
-
-
-cdef inline void settle_gradient(const gradient_totals* t, Py_ssize_t n_cols, bint centered, gradient_row* row) noexcept nogil:
-    cdef double lo = 0, wdy = 0
-    if centered:
-        lo = total_value(t.d) / n_cols
-        wdy = total_value(t.wdy)
-    row.lo = <real>lo
-    row.c2 = <real>(wdy / n_cols)
-    row.c1 = <real>(row.rstd * (total_value(t.wdy_d) - lo * wdy) / n_cols)
+cdef inline void settle_gradient(double sum_d, double sum_wdy, double sum_wdy_d, Py_ssize_t n_cols, bint centered,
+                                 real rstd, real* lo, real* c1, real* c2) noexcept nogil:
+    cdef double mean_d = sum_d / n_cols if centered else 0
+    cdef double wdy = sum_wdy if centered else 0
+    lo[0] = <real>mean_d
+    c2[0] = <real>(wdy / n_cols)
+    c1[0] = <real>(rstd * (sum_wdy_d - mean_d * wdy) / n_cols)
 
 
 cdef inline void open_gradient_row(const job* j, Py_ssize_t r, real* x_buffer, real* dy_buffer, gradient_row* row) noexcept nogil:
@@ -97,29 +92,27 @@ cdef inline void open_gradient_row(const job* j, Py_ssize_t r, real* x_buffer, r
 cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centered, int type) noexcept nogil:
     cdef in_real w = <in_real>j.weight
     cdef real a = 0, b = 0, c = 0
-    cdef gradient_totals t
+    cdef total d, wdy, wdy_d
     cdef Py_ssize_t c0 = 0, n
-    memset(&t, 0, sizeof(t))
+    d.sum = d.rest = wdy.sum = wdy.rest = wdy_d.sum = wdy_d.rest = 0
     while c0 < j.n_cols:
         n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
         block_gradient_sums(load_block(&row.x, c0, n, False, type), load_block(&row.dy, c0, n, False, type),
                             w + c0 if w != NULL else NULL, n, row.hi, centered, type, &a, &b, &c)
-        t.d = total_add(t.d, a)
-        t.wdy = total_add(t.wdy, b)
-        t.wdy_d = total_add(t.wdy_d, c)
+        d = total_add(d, a)
+        wdy = total_add(wdy, b)
+        wdy_d = total_add(wdy_d, c)
         c0 += BLOCK
-    settle_gradient(&t, j.n_cols, centered, row)
+    settle_gradient(total_value(d), total_value(wdy), total_value(wdy_d), j.n_cols, centered, row.rstd,
+                    &row.lo, &row.c1, &row.c2)
 
 
-cdef inline lanes gradient_lanes(lanes x, lanes dy, lanes w, const gradient_row* row, bint centered, bint weighted,
-                                 lanes* dweight) noexcept nogil:
-    """dx, and dy * x_hat added to dweight[0]."""
-    cdef lanes h = x_hat(x, lanes_fill(row.hi), lanes_fill(row.lo), lanes_fill(row.rstd), centered)
+cdef inline lanes dx_lanes(lanes x_hat, lanes dy, lanes w, lanes rstd, lanes c1, lanes c2, bint centered,
+                           bint weighted) noexcept nogil:
     cdef lanes wdy = lanes_mul(dy, w) if weighted else dy
-    dweight[0] = lanes_add(dweight[0], lanes_mul(dy, h))
     if centered:
-        wdy = lanes_sub(wdy, lanes_fill(row.c2))
-    return lanes_mul(lanes_sub(wdy, lanes_mul(h, lanes_fill(row.c1))), lanes_fill(row.rstd))
+        wdy = lanes_sub(wdy, c2)
+    return lanes_mul(lanes_sub(wdy, lanes_mul(x_hat, c1)), rstd)
 
 
 cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows,
@@ -129,14 +122,17 @@ cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, con
     cdef lanes zero = lanes_fill(0)
     cdef lanes wl = lanes_load_part(w + i, n, zero) if w != NULL else zero
     cdef lanes dw = zero, db = zero
-    cdef lanes g
+    cdef lanes g, h
     cdef lanes[GROUP] t
     cdef int k
     # All loads before all stores: rows a multiple of 4 KiB apart look alike to the processor, which
     # would hold a load back until the store before it is done.
     for k in range(n_rows):
         g = lanes_load_part_as(dy[k], i, n, zero, type)
-        t[k] = gradient_lanes(lanes_load_part_as(x[k], i, n, lanes_fill(rows[k].hi), type), g, wl, rows + k, centered, w != NULL, &dw)
+        h = x_hat(lanes_load_part_as(x[k], i, n, lanes_fill(rows[k].hi), type), lanes_fill(rows[k].hi),
+                  lanes_fill(rows[k].lo), lanes_fill(rows[k].rstd), centered)
+        dw = lanes_add(dw, lanes_mul(g, h))
+        t[k] = dx_lanes(h, g, wl, lanes_fill(rows[k].rstd), lanes_fill(rows[k].c1), lanes_fill(rows[k].c2), centered, w != NULL)
         if centered:
             db = lanes_add(db, g)
     for k in range(n_rows):
@@ -287,20 +283,19 @@ cdef void piece_gradient_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_
 
 
 cdef void piece_gradient_settle(const job* j, Py_ssize_t r, const double* sums, row_statistics* st) noexcept nogil:
-    cdef real[2] unused
-    cdef gradient_row row
-    cdef gradient_totals t
+    cdef total d, wdy, wdy_d
+    cdef real lo, c1, c2
     cdef Py_ssize_t k
-    open_gradient_row(j, r, unused, unused, &row)
-    memset(&t, 0, sizeof(t))
+    d.sum = d.rest = wdy.sum = wdy.rest = wdy_d.sum = wdy_d.rest = 0
     for k in range((j.n_cols + BLOCK - 1) // BLOCK):
-        t.d = total_add(t.d, sums[3 * k])
-        t.wdy = total_add(t.wdy, sums[3 * k + 1])
-        t.wdy_d = total_add(t.wdy_d, sums[3 * k + 2])
-    settle_gradient(&t, j.n_cols, j.centered, &row)
-    st.lo = row.lo
-    st.c1 = row.c1
-    st.c2 = row.c2
+        d = total_add(d, sums[3 * k])
+        wdy = total_add(wdy, sums[3 * k + 1])
+        wdy_d = total_add(wdy_d, sums[3 * k + 2])
+    settle_gradient(total_value(d), total_value(wdy), total_value(wdy_d), j.n_cols, j.centered, (<real*>j.rstd)[r],
+                    &lo, &c1, &c2)
+    st.lo = lo
+    st.c1 = c1
+    st.c2 = c2
 
 
 cdef inline void restore(const row_statistics* st, gradient_row* row) noexcept nogil:

@@ -2,7 +2,8 @@
 include "rows.pxi"
 include "row_forward.pxi"
 include "row_backward.pxi"
-include "axis_norm.pxi"
+include "axis_forward.pxi"
+include "axis_backward.pxi"
 
 cdef kernels table
 table.forward = forward
@@ -15,4 +16,5 @@ table.backward_sums = piece_gradient_sums
 table.backward_settle = piece_gradient_settle
 table.backward_apply = piece_gradient_apply
 table.axis_forward = axis_forward
+table.axis_backward = axis_backward
 capsule = PyCapsule_New(&table, "fastnorm._cpu.kernels", NULL)

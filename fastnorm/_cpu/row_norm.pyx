@@ -6,7 +6,7 @@ from libc.math cimport isfinite
 from libc.string cimport memcpy, memset
 cimport numpy as cnp
 
-from fastnorm._cpu.kernels cimport forward_kernel, job, kernels, row_statistics, view
+from fastnorm._cpu.kernels cimport backward_kernel, forward_kernel, job, kernels, row_statistics, view
 from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
 
 import os
@@ -147,6 +147,12 @@ cdef inline bint rows_adjacent(const view* v) noexcept nogil:
     """Whether rows lie next to each other in memory, enough of them for a kernel across them."""
     cdef int last = v.row_ndim - 1
     return not v.direct and v.row_strides[last] == v.itemsize and v.row_shape[last] >= ADJACENT_MIN
+
+
+cdef inline bint whole_groups(const view* v, Py_ssize_t n_rows) noexcept nogil:
+    """Whether no group of four rows straddles two runs of neighbours."""
+    cdef Py_ssize_t run = v.row_shape[v.row_ndim - 1]
+    return run == n_rows or run % 4 == 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -307,10 +313,14 @@ cdef int run_backward(const kernels* k, const job* j) except -1:
     cdef Py_ssize_t chunks = n_chunks(j), c, count, step
     cdef Py_ssize_t size = j.n_rows * j.n_cols
     cdef int n_threads = threads_for(size), t
+    cdef backward_kernel backward = k.backward
     if size < RELEASE_MIN:
-        k.backward(j, 0, chunks)
+        backward(j, 0, chunks)
         return 0
-    if n_threads > 1 and chunks < 4 * n_threads and j.n_cols >= SPLIT_MIN:
+    if (rows_adjacent(&j.x) and whole_groups(&j.x, j.n_rows) and rows_adjacent(&j.dy) and whole_groups(&j.dy, j.n_rows)
+            and rows_adjacent(&j.dx) and whole_groups(&j.dx, j.n_rows)):
+        backward = k.axis_backward
+    elif n_threads > 1 and chunks < 4 * n_threads and j.n_cols >= SPLIT_MIN:
         return split_backward(k, j, n_threads)
     n_threads = min(n_threads, chunks)
     step = max(1, SLICE // (j.rows_per_chunk * j.n_cols)) * n_threads
@@ -319,10 +329,10 @@ cdef int run_backward(const kernels* k, const job* j) except -1:
         count = min(step, chunks - c)
         with nogil:
             if n_threads == 1:
-                k.backward(j, c, c + count)
+                backward(j, c, c + count)
             else:
                 for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
-                    k.backward(j, c + share(count, t, n_threads), c + share(count, t + 1, n_threads))
+                    backward(j, c + share(count, t, n_threads), c + share(count, t + 1, n_threads))
         c += count
         if c < chunks:
             PyErr_CheckSignals()

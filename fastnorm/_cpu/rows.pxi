@@ -3,7 +3,7 @@
 cimport cython
 from libc.math cimport sqrt, fabs, ldexp, isfinite, frexp, INFINITY
 from libc.stdlib cimport free, malloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 from cpython.pycapsule cimport PyCapsule_New
 from fastnorm._cpu.kernels cimport view, job, row_statistics, kernels
 

@@ -9,27 +9,35 @@ memory is read in runs of 4 KiB, and packing narrow tiles into the cache was slo
 cdef enum:
     TILE = 1024
 
+# Rows r to r + n of one array.
 cdef struct tile:
     const view* v
-    const char* base       # its first row at column 0
-    Py_ssize_t r, n        # its rows: r to r + n
+    const char* base       # row r at column 0
+    Py_ssize_t r, n
     real* columns          # [4, TILE], what is being looked at, where that cannot be in place
+
+
+# The totals of one sum for every row of a tile.
+cdef struct tile_totals:
+    double[TILE] sum
+    double[TILE] rest
 
 
 # What a thread works with.
 cdef struct tile_scratch:
     real[16 * TILE] s      # [LANES, TILE]
     real[16 * TILE] q
+    real[16 * TILE] p
     real[4 * TILE] x_columns
-    real[TILE] y_column
+    real[4 * TILE] dy_columns
+    real[TILE + 16] out_column
     # Room for a lane group from any row.
     real[TILE + 16] hi
     real[TILE + 16] lo
     real[TILE + 16] rstd
-    double[TILE] sum_s
-    double[TILE] rest_s
-    double[TILE] sum_q
-    double[TILE] rest_q
+    real[TILE + 16] c1
+    real[TILE + 16] c2
+    tile_totals total_s, total_q, total_p
 
 
 cdef inline Py_ssize_t run_left(const view* v, Py_ssize_t r) noexcept nogil:
@@ -38,18 +46,19 @@ cdef inline Py_ssize_t run_left(const view* v, Py_ssize_t r) noexcept nogil:
     return length - r % length
 
 
-cdef inline tile open_tile(const job* j, Py_ssize_t r, Py_ssize_t r1, tile_scratch* w) noexcept nogil:
+cdef inline Py_ssize_t to_whole_lines(const view* out, Py_ssize_t r, Py_ssize_t n, Py_ssize_t most) noexcept nogil:
+    """n rows or somewhat fewer, to end on a whole cache line of out, unless there are no more than n."""
+    cdef Py_ssize_t over = (<size_t>(row_start(out, r) + n * out.itemsize) % 64) // out.itemsize
+    return n - over if n < most and over < n else n
+
+
+cdef inline tile open_tile(const view* v, Py_ssize_t r, Py_ssize_t n, real* columns) noexcept nogil:
     cdef tile t
-    cdef Py_ssize_t most = min(r1 - r, run_left(&j.x, r), run_left(&j.y, r)), over
-    t.v = &j.x
-    t.base = row_start(&j.x, r)
+    t.v = v
+    t.base = row_start(v, r)
     t.r = r
-    t.n = min(most, <Py_ssize_t>TILE)
-    # End on a whole cache line of y, so that the next tile starts there.
-    over = (<size_t>(row_start(&j.y, r) + t.n * j.y.itemsize) % 64) // j.y.itemsize
-    if t.n < most and over < t.n:
-        t.n -= over
-    t.columns = w.x_columns
+    t.n = n
+    t.columns = columns
     return t
 
 
@@ -76,16 +85,24 @@ cdef inline void fold_tile(real* s, Py_ssize_t n) noexcept nogil:
         half //= 2
 
 
-cdef inline void tile_total(double* sums, double* rest, const real* a, Py_ssize_t n) noexcept nogil:
-    """total_add() of every row."""
+cdef inline void fold_and_add(real* s, Py_ssize_t n, tile_totals* totals) noexcept nogil:
+    """total_add() of the folded sums of every row."""
     cdef Py_ssize_t i
     cdef total t
+    fold_tile(s, n)
     for i in range(n):
-        t.sum = sums[i]
-        t.rest = rest[i]
-        t = total_add(t, a[i])
-        sums[i] = t.sum
-        rest[i] = t.rest
+        t.sum = totals.sum[i]
+        t.rest = totals.rest[i]
+        t = total_add(t, s[i])
+        totals.sum[i] = t.sum
+        totals.rest[i] = t.rest
+
+
+cdef inline double tile_total(const tile_totals* totals, Py_ssize_t i) noexcept nogil:
+    cdef total t
+    t.sum = totals.sum[i]
+    t.rest = totals.rest[i]
+    return total_value(t)
 
 
 cdef inline lanes part_or(const real* a, Py_ssize_t i, Py_ssize_t n, lanes fill) noexcept nogil:
@@ -120,13 +137,6 @@ cdef inline void tile_step(const tile* t, Py_ssize_t c, Py_ssize_t n_cols, const
         i += LANES
 
 
-cdef inline double total_of(double sum, double rest) noexcept nogil:
-    cdef total t
-    t.sum = sum
-    t.rest = rest
-    return total_value(t)
-
-
 cdef void tile_first_mean(const tile* t, Py_ssize_t n_cols, tile_scratch* w) noexcept nogil:
     """first_mean() of every row. d is x itself when hi is zero."""
     cdef Py_ssize_t i
@@ -142,13 +152,11 @@ cdef void tile_first_mean(const tile* t, Py_ssize_t n_cols, tile_scratch* w) noe
 
 
 cdef void tile_sums(const tile* t, Py_ssize_t n_cols, bint centered, tile_scratch* w) noexcept nogil:
-    """OUT w.sum_s, rest_s, sum_q, rest_q."""
+    """OUT w.total_s, w.total_q."""
     cdef Py_ssize_t block = 0, step, c
     cdef int l
-    memset(w.sum_s, 0, sizeof(w.sum_s))
-    memset(w.rest_s, 0, sizeof(w.rest_s))
-    memset(w.sum_q, 0, sizeof(w.sum_q))
-    memset(w.rest_q, 0, sizeof(w.rest_q))
+    memset(&w.total_s, 0, sizeof(tile_totals))
+    memset(&w.total_q, 0, sizeof(tile_totals))
     while block < n_cols:
         if n_cols - block < LANES:
             memset(w.s, 0, sizeof(w.s))
@@ -163,10 +171,8 @@ cdef void tile_sums(const tile* t, Py_ssize_t n_cols, bint centered, tile_scratc
                     tile_step(t, step + l, n_cols, w.hi, False, step == block, w.s + l * TILE, w.q + l * TILE)
             step += STEP
         if centered:
-            fold_tile(w.s, t.n)
-            tile_total(w.sum_s, w.rest_s, w.s, t.n)
-        fold_tile(w.q, t.n)
-        tile_total(w.sum_q, w.rest_q, w.q, t.n)
+            fold_and_add(w.s, t.n, &w.total_s)
+        fold_and_add(w.q, t.n, &w.total_q)
         block += BLOCK
 
 
@@ -176,7 +182,7 @@ cdef int tile_settle(const job* j, const tile* t, bint last, tile_scratch* w) no
     cdef double mean = 0, rstd = 0
     cdef int verdict, worst = SETTLED
     for i in range(t.n):
-        verdict = settle(total_of(w.sum_s[i], w.rest_s[i]), total_of(w.sum_q[i], w.rest_q[i]), j.n_cols, j.eps,
+        verdict = settle(tile_total(&w.total_s, i), tile_total(&w.total_q, i), j.n_cols, j.eps,
                          j.centered, last, &w.hi[i], &w.lo[i], &mean, &rstd)
         worst = max(worst, verdict)
         w.rstd[i] = <real>rstd
@@ -231,7 +237,7 @@ cdef void tile_apply(const job* j, const tile* x, tile_scratch* w) noexcept nogi
     for c in range(j.n_cols):
         column = tile_column(x, c, 0)
         p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
-        y = <real*>p if plain else w.y_column
+        y = <real*>p if plain else w.out_column
         # The flag as a literal: two bodies, each without the branch.
         if j.centered:
             tile_apply_column(column, y, x.n, w, weight + c if weight != NULL else NULL,
@@ -266,12 +272,14 @@ cdef void axis_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogi
     """As forward(), for views whose rows are contiguous (wing: rows_adjacent)."""
     cdef tile_scratch* w = <tile_scratch*>malloc(sizeof(tile_scratch))
     cdef tile x
+    cdef Py_ssize_t most
     if w == NULL:
         # Slow, but right.
         forward(j, r0, r1)
         return
     while r0 < r1:
-        x = open_tile(j, r0, r1, w)
+        most = min(r1 - r0, run_left(&j.x, r0), run_left(&j.y, r0))
+        x = open_tile(&j.x, r0, to_whole_lines(&j.y, r0, min(most, <Py_ssize_t>TILE), most), w.x_columns)
         tile_forward(j, &x, w)
         r0 += x.n
     if j.stream:

@@ -1,0 +1,300 @@
+"""python -m fastnorm: what it runs on, whether it computes right here, how fast it is beside NumPy."""
+import argparse
+import statistics
+import sys
+import timeit
+
+import numpy as np
+
+import fastnorm
+from fastnorm import reference
+
+OPS = ("layer_norm", "rms_norm")
+BENCH_SHAPES = ((1, 64), (32, 768), (512, 1024), (4096, 1024))
+
+# Rows, columns and kind of x. The last is long enough for a row to be split over threads.
+CHECK_CASES = (
+    (64, 5, "normal"),
+    (64, 768, "normal"),
+    (8, 1000, "large mean"),
+    (8, 3001, "outlier first"),
+    (2, 70001, "normal"),
+)
+# What the largest of these values leaves of the standard deviation, 1, is still spread over several values.
+LARGE_MEAN = {"float16": 1e2, "bfloat16": 1e2, "float32": 1e6, "float64": 1e13}
+
+# In ulp of the arithmetic type. In short rows the terms of dx cancel.
+ALLOWED = 4
+ALLOWED_DX_SHORT = 8
+SHORT = 32
+
+
+# ---------------------------------------------------------------------------------------------
+# NumPy as one would write it, in the dtype of x
+# ---------------------------------------------------------------------------------------------
+
+def numpy_layer_norm(x, weight, bias, eps=1e-5):
+    """layer_norm over the trailing axis."""
+    mean = x.mean(axis=-1, keepdims=True)
+    var = x.var(axis=-1, keepdims=True)
+    return (x - mean) / np.sqrt(var + eps) * weight + bias
+
+
+def numpy_rms_norm(x, weight, eps=1e-5):
+    """rms_norm over the trailing axis."""
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def numpy_layer_norm_backward(dy, x, mean, rstd, weight):
+    """dx, dweight and dbias for a matrix x."""
+    x_hat = (x - mean) * rstd
+    wdy = dy * weight
+    dx = rstd * (wdy - wdy.mean(axis=-1, keepdims=True) - x_hat * (wdy * x_hat).mean(axis=-1, keepdims=True))
+    return dx, (dy * x_hat).sum(axis=0), dy.sum(axis=0)
+
+
+def numpy_rms_norm_backward(dy, x, rstd, weight):
+    """dx and dweight for a matrix x."""
+    x_hat = x * rstd
+    wdy = dy * weight
+    return rstd * (wdy - x_hat * (wdy * x_hat).mean(axis=-1, keepdims=True)), (dy * x_hat).sum(axis=0)
+
+
+# ---------------------------------------------------------------------------------------------
+# check
+# ---------------------------------------------------------------------------------------------
+
+def _check_dtypes():
+    """The storage types that can be checked here."""
+    dtypes = [np.dtype(np.float16), np.dtype(np.float32)]
+    try:
+        from ml_dtypes import bfloat16
+        dtypes.insert(1, np.dtype(bfloat16))
+    except ImportError:
+        pass
+    # Where longdouble is float64, there is nothing to hold float64 against.
+    if np.finfo(np.longdouble).eps < np.finfo(np.float64).eps:
+        dtypes.append(np.dtype(np.float64))
+    return dtypes
+
+
+def _arithmetic(dtype):
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _check_arrays(dtype, n_rows, n_cols, kind):
+    """x and dy of a dtype, weight and bias of its arithmetic type."""
+    rng = np.random.default_rng(n_cols)
+    x, dy = rng.standard_normal((2, n_rows, n_cols))
+    weight, bias = rng.standard_normal((2, n_cols)).astype(_arithmetic(dtype))
+    if kind == "large mean":
+        x += LARGE_MEAN[dtype.name]
+    elif kind == "outlier first":
+        x[:, 0] = 1e4
+    return x.astype(dtype), dy.astype(dtype), weight, bias
+
+
+def _ulps(result, exact, scale):
+    """The largest error, in units in the last place of scale; inf for NaN."""
+    error = np.abs(result - exact) / np.spacing(scale.astype(result.dtype))
+    return float(np.nan_to_num(error.max(), nan=np.inf))
+
+
+def _forward_errors(op, x, weight, bias):
+    """(error, allowed) of y, without and with weight and bias."""
+    parameters = (weight, bias) if op == "layer_norm" else (weight,)
+    for given in ((), parameters):
+        # 16-bit results are these, rounded once: _check_bits.
+        y = getattr(fastnorm, op)(x, *given, out=np.empty(x.shape, _arithmetic(x.dtype)))
+        exact = getattr(reference, op)(x, *given)
+        shift = bias if len(given) == 2 else 0
+        scale = (np.abs(exact - shift) + np.abs(shift)).max(axis=-1, keepdims=True)
+        yield _ulps(y, exact, scale), ALLOWED
+
+
+def _backward_errors(op, x, dy, weight):
+    """(error, allowed) of dx and of the gradients of the parameters."""
+    _, *row_statistics = getattr(fastnorm, op + "_forward")(x)
+    dx = np.empty(x.shape, _arithmetic(x.dtype))
+    _, *gradients = getattr(fastnorm, op + "_backward")(dy, x, *row_statistics, weight, out=dx)
+    exact_dx, *exact = getattr(reference, op + "_backward")(dy, x, weight)
+    rstd = row_statistics[-1]
+    scale = np.abs(rstd * (dy * weight)).max(axis=-1, keepdims=True)
+    yield _ulps(dx, exact_dx, scale), ALLOWED if x.shape[-1] >= SHORT else ALLOWED_DX_SHORT
+    for gradient, exact_gradient in zip(gradients, exact, strict=True):
+        yield _ulps(gradient, exact_gradient, np.abs(exact_gradient).max()), ALLOWED
+
+
+def _check_accuracy(op, direction, dtype):
+    """The (error, allowed) that comes closest to failing, over all cases."""
+    pairs = []
+    for case in CHECK_CASES:
+        x, dy, weight, bias = _check_arrays(dtype, *case)
+        if direction == "forward":
+            pairs += _forward_errors(op, x, weight, bias)
+        else:
+            pairs += _backward_errors(op, x, dy, weight)
+    return max(pairs, key=lambda pair: pair[0] / pair[1])
+
+
+def _results(op, x, dy, weight, bias, axis=-1):
+    """All that forward and backward return."""
+    parameters = (weight, bias) if op == "layer_norm" else (weight,)
+    y, *row_statistics = getattr(fastnorm, op + "_forward")(x, *parameters, axis=axis)
+    gradients = getattr(fastnorm, op + "_backward")(dy, x, *row_statistics, weight, axis=axis)
+    return [y, *row_statistics, *gradients]
+
+
+def _same_bits(a, b):
+    return all(u.tobytes() == v.tobytes() for u, v in zip(a, b, strict=True))
+
+
+def _bits_by_threads(op, dtype):
+    """Whether 1 and 2 threads give the same bits: many rows, and few long ones."""
+    for shape in ((512, 768), (2, 70001)):
+        arrays = _check_arrays(dtype, *shape, "normal")
+        with fastnorm.num_threads(1):
+            one = _results(op, *arrays)
+        with fastnorm.num_threads(2):
+            two = _results(op, *arrays)
+        if not _same_bits(one, two):
+            return False
+    return True
+
+
+def _bits_by_axis(op, dtype):
+    """Whether axis 0 of an array gives the bits of the trailing axis of its transpose."""
+    x, dy, weight, bias = _check_arrays(dtype, 96, 768, "normal")
+    trailing = _results(op, x, dy, weight, bias)
+    leading = _results(op, x.T.copy(), dy.T.copy(), weight, bias, axis=0)
+    return _same_bits(trailing, [r.T for r in leading])
+
+
+def _bits_by_rounding(op, dtype):
+    """Whether a 16-bit result is the wider one rounded once."""
+    x, _, weight, _ = _check_arrays(dtype, 96, 768, "normal")
+    wide = getattr(fastnorm, op)(x, weight, out=np.empty(x.shape, _arithmetic(dtype)))
+    return _same_bits([getattr(fastnorm, op)(x, weight)], [wide.astype(dtype)])
+
+
+BIT_CHECKS = {
+    "1 and 2 threads": _bits_by_threads,
+    "axis 0 and trailing axis": _bits_by_axis,
+    "16-bit: wide, rounded once": _bits_by_rounding,
+}
+
+
+def check():
+    """Print one line for each group of checks; whether all are passed."""
+    dtypes = _check_dtypes()
+    passed = True
+    print("error against extended precision, in ulp of float32 (float64 for float64)\n")
+    print(f"{'op':12s} {'direction':10s} {'dtype':10s} {'error':>8s} {'allowed':>8s}")
+    for op in OPS:
+        for direction in ("forward", "backward"):
+            for dtype in dtypes:
+                error, allowed = _check_accuracy(op, direction, dtype)
+                ok = error <= allowed
+                passed &= ok
+                print(f"{op:12s} {direction:10s} {dtype.name:10s} {error:8.2f} {allowed:8d}   {_verdict(ok)}")
+    print("\nthe same bits, forward and backward\n")
+    for label, function in BIT_CHECKS.items():
+        ok = all(function(op, dtype) for op in OPS for dtype in dtypes)
+        passed &= ok
+        print(f"{label:51s}   {_verdict(ok)}")
+    return passed
+
+
+def _verdict(ok):
+    return "ok" if ok else "FAILED"
+
+
+# ---------------------------------------------------------------------------------------------
+# bench
+# ---------------------------------------------------------------------------------------------
+
+def medians(calls, seconds=0.4):
+    """Median seconds of each call; they take turns, so that a disturbance meets all of them."""
+    timers = [timeit.Timer(call) for call in calls]
+    # A sample of one tiny call would measure the clock.
+    numbers = [max(1, int(2e-4 / min(timer.repeat(3, 1)))) for timer in timers]
+    samples = [[] for _ in timers]
+    end = timeit.default_timer() + seconds
+    while timeit.default_timer() < end or len(samples[0]) < 3:
+        for timer, number, sample in zip(timers, numbers, samples, strict=True):
+            sample.append(timer.timeit(number) / number)
+    return [statistics.median(sample) for sample in samples]
+
+
+def _bench_calls(shape):
+    """Name, fastnorm's call, NumPy's call, and how many arrays of this shape have to be moved."""
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((2, *shape), dtype=np.float32)
+    weight, bias = rng.standard_normal((2, shape[-1]), dtype=np.float32)
+    out = np.zeros_like(x)
+    fn = fastnorm
+    _, mean, rstd = fn.layer_norm_forward(x)
+    _, rms_rstd = fn.rms_norm_forward(x)
+    yield ("layer_norm", lambda: fn.layer_norm(x, weight, bias, out=out),
+           lambda: numpy_layer_norm(x, weight, bias), 2)
+    yield ("rms_norm", lambda: fn.rms_norm(x, weight, out=out),
+           lambda: numpy_rms_norm(x, weight), 2)
+    yield ("layer_norm_backward", lambda: fn.layer_norm_backward(dy, x, mean, rstd, weight, out=out),
+           lambda: numpy_layer_norm_backward(dy, x, mean, rstd, weight), 3)
+    yield ("rms_norm_backward", lambda: fn.rms_norm_backward(dy, x, rms_rstd, weight, out=out),
+           lambda: numpy_rms_norm_backward(dy, x, rms_rstd, weight), 3)
+
+
+def bench():
+    """Print a table of times beside plain NumPy."""
+    n_threads = fastnorm.get_num_threads()
+    threads = "1 thread" if n_threads == 1 else f"up to {n_threads} threads"
+    print(f"float32, {threads}, medians of interleaved runs; fastnorm writes into out=\n")
+    print(f"{'op':20s} {'shape':>10s} {'fastnorm us':>12s} {'NumPy us':>10s} {'NumPy/fastnorm':>15s} {'GB/s':>6s}")
+    for shape in BENCH_SHAPES:
+        for name, ours, numpys, n_arrays in _bench_calls(shape):
+            seconds, numpy_seconds = medians((ours, numpys))
+            gb = n_arrays * 4 * shape[0] * shape[1] / 1e9
+            print(f"{name:20s} {'x'.join(map(str, shape)):>10s} {seconds * 1e6:12.2f} {numpy_seconds * 1e6:10.1f} "
+                  f"{numpy_seconds / seconds:15.1f} {gb / seconds:6.1f}", flush=True)
+        print()
+    print("GB/s: x read once and y written once; backward dy and x read, dx written.")
+
+
+# ---------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m fastnorm",
+        description="Show what fastnorm runs on, check it on this machine, and time it beside plain NumPy.",
+        epilog="Without a command all three run, in some ten seconds. FASTNORM_NUM_THREADS sets the threads, "
+               "FASTNORM_ISA the processor level. The exit code is 1 if a check fails.")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for name, text in (("info", "show versions, processor level, threads and devices"),
+                       ("check", "compare results with extended precision, and bits between threads and layouts"),
+                       ("bench", "time a few shapes beside plain NumPy")):
+        commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    return parser
+
+
+def main(argv=None):
+    """Run a command, or all; the exit code."""
+    command = _parser().parse_args(argv).command
+    passed = True
+    if command in (None, "info"):
+        fastnorm.show_config()
+    if command is None:
+        print()
+    if command in (None, "check"):
+        passed = check()
+    if command is None:
+        print()
+    if command in (None, "bench"):
+        bench()
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

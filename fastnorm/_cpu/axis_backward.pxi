@@ -1,0 +1,186 @@
+"""Backward where the rows lie next to each other in memory: the formulas of row_backward.pxi on the
+tiles of axis_forward.pxi.
+
+dweight and dbias keep their order: rows in groups of four within a chunk. Along a column, the rows
+of a group are neighbours, so the products of a column are kept and added up group by group.
+"""
+
+cdef inline void tile_gradient_step(const tile* x, const tile* dy, Py_ssize_t c, Py_ssize_t n_cols, const real* weight,
+                                    const real* hi, bint centered, bint first, real* s, real* g, real* p) noexcept nogil:
+    """Add the columns c, c + LANES, ... of a step, one lane, as far as they exist. first: of a block."""
+    cdef lanes zero = lanes_fill(0)
+    cdef lanes h, sum_d, sum_wdy, sum_wdy_d
+    cdef lanes[4] d, wdy
+    cdef in_real[4] x_column
+    cdef in_real[4] dy_column
+    cdef Py_ssize_t i = 0
+    cdef int k
+    for k in range(4):
+        x_column[k] = dy_column[k] = NULL
+        if c + k * LANES < n_cols:
+            x_column[k] = tile_column(x, c + k * LANES, k)
+            dy_column[k] = tile_column(dy, c + k * LANES, k)
+    while i < x.n:
+        h = lanes_load(hi + i)
+        for k in range(4):
+            d[k] = part_or(x_column[k], i, x.n, h)
+            if centered:
+                d[k] = lanes_sub(d[k], h)
+            wdy[k] = part_or(dy_column[k], i, x.n, zero)
+            if weight != NULL and dy_column[k] != NULL:
+                wdy[k] = lanes_mul(wdy[k], lanes_fill(weight[c + k * LANES]))
+        if centered:
+            sum_d = sum4(d[0], d[1], d[2], d[3])
+            lanes_store(s + i, sum_d if first else lanes_add(lanes_load(s + i), sum_d))
+            sum_wdy = sum4(wdy[0], wdy[1], wdy[2], wdy[3])
+            lanes_store(g + i, sum_wdy if first else lanes_add(lanes_load(g + i), sum_wdy))
+        sum_wdy_d = sum4(lanes_mul(wdy[0], d[0]), lanes_mul(wdy[1], d[1]), lanes_mul(wdy[2], d[2]), lanes_mul(wdy[3], d[3]))
+        lanes_store(p + i, sum_wdy_d if first else lanes_add(lanes_load(p + i), sum_wdy_d))
+        i += LANES
+
+
+cdef void tile_gradient_sums(const job* j, const tile* x, const tile* dy, bint centered, tile_scratch* w) noexcept nogil:
+    """OUT w.total_s, total_q, total_p: of d, wdy and wdy * d."""
+    cdef in_real weight = <in_real>j.weight
+    cdef Py_ssize_t block = 0, step
+    cdef int l
+    memset(&w.total_s, 0, sizeof(tile_totals))
+    memset(&w.total_q, 0, sizeof(tile_totals))
+    memset(&w.total_p, 0, sizeof(tile_totals))
+    while block < j.n_cols:
+        if j.n_cols - block < LANES:
+            memset(w.s, 0, sizeof(w.s))
+            memset(w.q, 0, sizeof(w.q))
+            memset(w.p, 0, sizeof(w.p))
+        step = block
+        while step < min(block + BLOCK, j.n_cols):
+            for l in range(<int>min(j.n_cols - step, <Py_ssize_t>LANES)):
+                tile_gradient_step(x, dy, step + l, j.n_cols, weight, w.hi, centered, step == block,
+                                   w.s + l * TILE, w.q + l * TILE, w.p + l * TILE)
+            step += STEP
+        if centered:
+            fold_and_add(w.s, x.n, &w.total_s)
+            fold_and_add(w.q, x.n, &w.total_q)
+        fold_and_add(w.p, x.n, &w.total_p)
+        block += BLOCK
+
+
+cdef inline void add_groups(const real* a, Py_ssize_t n, double* sums, Py_ssize_t partial_cols) noexcept nogil:
+    """sums[0] += a[:n] in the order of chunk_backward, as lanes_add_wide() does for one column."""
+    cdef Py_ssize_t i = 0
+    cdef double s = sums[0], rest = 0, t, z, new
+    if sizeof(real) == 8:
+        rest = sums[partial_cols]
+    while i < n:
+        if i + GROUP <= n:
+            t = ((a[i] + a[i + 1]) + a[i + 2]) + a[i + 3]
+            i += GROUP
+        else:
+            t = a[i]
+            i += 1
+        new = s + t
+        if sizeof(real) == 8:
+            z = new - s
+            rest += (s - (new - z)) + (t - z)
+        s = new
+    sums[0] = s
+    if sizeof(real) == 8:
+        sums[partial_cols] = rest
+
+
+cdef inline void add_column(const job* j, Py_ssize_t r, Py_ssize_t n, Py_ssize_t c, const real* a, double* partials) noexcept nogil:
+    """Add a[:n], of rows r to r + n at column c, to the partial sums of their chunks."""
+    cdef Py_ssize_t chunk = r // j.rows_per_chunk, part
+    while n > 0:
+        part = min(n, (chunk + 1) * j.rows_per_chunk - r)
+        add_groups(a, part, chunk_partial(j, partials, chunk) + c, j.partial_cols)
+        chunk += 1
+        r += part
+        a += part
+        n -= part
+
+
+cdef inline void tile_gradient_column(const real* x, const real* dy, real* dx, Py_ssize_t n, const tile_scratch* w,
+                                      const real* weight, bint centered, bint stream, real* products) noexcept nogil:
+    """dx and dy * x_hat of one column of n rows."""
+    cdef lanes zero = lanes_fill(0)
+    cdef lanes wl = lanes_fill(weight[0]) if weight != NULL else zero
+    cdef lanes h, g, t
+    cdef Py_ssize_t i = 0, part
+    while i < n:
+        part = min(n - i, <Py_ssize_t>LANES)
+        if stream and i == 0 and values_to_line(<char*>dx, ST_REAL) > 0:
+            # Whole cache lines only; dx may start inside one.
+            part = min(part, values_to_line(<char*>dx, ST_REAL))
+        h = x_hat(lanes_load_part(x + i, part, zero), lanes_load(w.hi + i), lanes_load(w.lo + i), lanes_load(w.rstd + i), centered)
+        g = lanes_load_part(dy + i, part, zero)
+        lanes_store(products + i, lanes_mul(g, h))
+        t = dx_lanes(h, g, wl, lanes_load(w.rstd + i), lanes_load(w.c1 + i), lanes_load(w.c2 + i), centered, weight != NULL)
+        if stream and part == LANES:
+            lanes_stream(dx + i, t)
+        else:
+            lanes_store_part_as(<char*>dx, i, part, t, ST_REAL)
+        i += part
+
+
+cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* w) noexcept nogil:
+    cdef in_real weight = <in_real>j.weight
+    cdef tile x = open_tile(&j.x, r, n, w.x_columns)
+    cdef tile dy = open_tile(&j.dy, r, n, w.dy_columns)
+    cdef const view* v = &j.dx
+    cdef char* base = row_start(v, r)
+    cdef char* p
+    cdef const real* dy_column
+    cdef bint plain = v.type == ST_REAL and not v.swapped
+    cdef bint stream = j.stream and plain and <size_t>base % sizeof(real) == 0
+    cdef real* dx
+    cdef Py_ssize_t c, i
+    memset(w.hi, 0, sizeof(w.hi))
+    if j.centered:
+        memcpy(w.hi, <real*>j.mean + r, n * sizeof(real))
+    memcpy(w.rstd, <real*>j.rstd + r, n * sizeof(real))
+    # The flags as literals: two bodies, each without the branch.
+    if j.centered:
+        tile_gradient_sums(j, &x, &dy, True, w)
+    else:
+        tile_gradient_sums(j, &x, &dy, False, w)
+    for i in range(n):
+        settle_gradient(tile_total(&w.total_s, i), tile_total(&w.total_q, i), tile_total(&w.total_p, i), j.n_cols, j.centered,
+                        w.rstd[i], &w.lo[i], &w.c1[i], &w.c2[i])
+    for c in range(j.n_cols):
+        p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
+        dx = <real*>p if plain else w.out_column
+        dy_column = tile_column(&dy, c, 0)
+        # dx may be dy: what dbias needs is added up first.
+        if j.dbias_partial != NULL and j.centered:
+            add_column(j, r, n, c, dy_column, j.dbias_partial)
+        if j.centered:
+            tile_gradient_column(tile_column(&x, c, 0), dy_column, dx, n, w, weight + c if weight != NULL else NULL,
+                                 True, stream, w.p)
+        else:
+            tile_gradient_column(tile_column(&x, c, 0), dy_column, dx, n, w, weight + c if weight != NULL else NULL,
+                                 False, stream, w.p)
+        if j.dweight_partial != NULL:
+            add_column(j, r, n, c, w.p, j.dweight_partial)
+        if not plain:
+            store_run(p, v.itemsize, v.type, v.swapped, n, dx)
+
+
+cdef void axis_backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept nogil:
+    """As backward(), for views whose rows are contiguous in runs of whole groups (wing: rows_adjacent)."""
+    cdef tile_scratch* w = <tile_scratch*>malloc(sizeof(tile_scratch))
+    cdef Py_ssize_t r = chunk0 * j.rows_per_chunk, end = min(chunk1 * j.rows_per_chunk, j.n_rows), most, n
+    if w == NULL:
+        # Slow, but right.
+        backward(j, chunk0, chunk1)
+        return
+    while r < end:
+        most = min(end - r, run_left(&j.x, r), run_left(&j.dy, r), run_left(&j.dx, r))
+        n = to_whole_lines(&j.dx, r, min(most, <Py_ssize_t>TILE), most)
+        if n < most:
+            n = n // GROUP * GROUP
+        tile_backward(j, r, n, w)
+        r += n
+    if j.stream:
+        stream_fence()
+    free(w)
