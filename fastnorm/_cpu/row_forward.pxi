@@ -306,14 +306,40 @@ cdef inline void rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, bint c
     while r0 < r1:
         group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), centered, type, resident, x_buffer[0].v, y_buffer.v)
         r0 += group
-    if j.stream:
-        stream_fence()
+
+
+cdef void transposed_rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, real* x_buffer) noexcept nogil:
+    """As rows_forward(), where rows of x lie next to each other and those of y do not: LANES rows are
+    loaded together, into x_buffer[LANES, apart_in_cache(n_cols)]."""
+    cdef block y_buffer
+    cdef forward_row row
+    cdef Py_ssize_t run = j.x.row_shape[j.x.row_ndim - 1], n, c0
+    cdef int k
+    while r0 < r1:
+        n = min(<Py_ssize_t>LANES, r1 - r0, run - r0 % run)
+        load_rows(&j.x, r0, n, j.n_cols, x_buffer)
+        for k in range(n):
+            open_forward_row(j, r0 + k, 1, x_buffer + k * apart_in_cache(j.n_cols), True, &row)
+            row.src.loaded = True
+            row_sweep(j, r0 + k, &row, j.centered, ST_REAL)
+            c0 = 0
+            while c0 < j.n_cols and not row.done:
+                row_apply(j, &row, c0, min(<Py_ssize_t>BLOCK, j.n_cols - c0), j.centered, ST_REAL, y_buffer.v)
+                c0 += BLOCK
+        r0 += n
 
 
 cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
     cdef int type = type_in_place(&j.x, &j.y, &j.y)
+    cdef real* rows = NULL
+    if not is_contiguous(&j.x) and j.x.row_strides[j.x.row_ndim - 1] == j.x.itemsize and r1 - r0 >= LANES:
+        if LANES * j.n_cols * sizeof(real) <= TRANSPOSED_BYTES:
+            rows = <real*>malloc(LANES * apart_in_cache(j.n_cols) * sizeof(real))
     # Flags as literals: a body for each, without the branches.
-    if type == ST_FLOAT16:
+    if rows != NULL:
+        transposed_rows_forward(j, r0, r1, rows)
+        free(rows)
+    elif type == ST_FLOAT16:
         if j.centered:
             rows_forward(j, r0, r1, True, ST_FLOAT16)
         else:
@@ -327,6 +353,8 @@ cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
         rows_forward(j, r0, r1, True, ST_REAL)
     else:
         rows_forward(j, r0, r1, False, ST_REAL)
+    if j.stream:
+        stream_fence()
 
 
 # One long row in pieces: the same blocks, the same order of adding them up.

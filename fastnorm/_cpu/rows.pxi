@@ -59,6 +59,7 @@ cdef enum:
     RESIDENT = 8       # blocks of a row that is loaded once and kept, if it cannot be read in place
     GROUP = 4          # rows side by side, so that they share weight, bias, dweight and dbias
     GROUP_BYTES = 1 << 18   # of x that such rows may take, to stay in the cache for the second sweep
+    TRANSPOSED_BYTES = 1 << 20   # of rows that are loaded together
     SETTLED = 0
     RECENTRE = 1
     RESCUE = 2
@@ -124,23 +125,49 @@ cdef void store_columns(const view* v, char* row, Py_ssize_t c0, Py_ssize_t n, c
         n -= length
 
 
+cdef inline Py_ssize_t apart_in_cache(Py_ssize_t n_cols) noexcept nogil:
+    """A distance of rows in a buffer that does not send them all to the same place of the cache."""
+    return (n_cols + LANES - 1) // LANES * LANES + LANES
+
+
+cdef void load_rows(const view* v, Py_ssize_t r, Py_ssize_t n_rows, Py_ssize_t n_cols, real* out) noexcept nogil:
+    """out[n_rows, apart_in_cache(n_cols)] = rows that lie next to each other in memory, at most LANES:
+    one cache line of each column, used for all of them."""
+    cdef real[16] column
+    cdef const char* base = row_start(v, r)
+    cdef const char* p
+    cdef const real* values
+    cdef Py_ssize_t c, k, distance = apart_in_cache(n_cols)
+    for c in range(n_cols):
+        p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
+        values = <const real*>p
+        if v.type != ST_REAL or v.swapped:
+            load_run(p, v.itemsize, v.type, v.swapped, n_rows, column)
+            values = column
+        elif v.col_ndim == 1:
+            prefetch(p + 16 * v.col_strides[0])
+        for k in range(n_rows):
+            out[k * distance + c] = values[k]
+
+
 # One row to read: in place, or loaded through a buffer block by block, scaled by a power of two
 # (in two factors, since one may be out of range).
 cdef struct source:
     const view* v
     const char* row
     real* buffer
-    bint resident, scaled
+    bint resident, loaded, scaled
     double scale1, scale2
 
 
 cdef inline source open_row(const view* v, Py_ssize_t r, real* buffer, bint resident) noexcept nogil:
-    """resident: the buffer has room for the whole row and keeps it."""
+    """resident: the buffer has room for the whole row and keeps it; loaded: it stands there already."""
     cdef source src
     src.v = v
     src.row = row_start(v, r)
     src.buffer = buffer
     src.resident = resident
+    src.loaded = False
     src.scaled = False
     src.scale1 = 1.0
     src.scale2 = 1.0
@@ -167,7 +194,7 @@ cdef inline const char* load_block(const source* src, Py_ssize_t c0, Py_ssize_t 
     if type != ST_REAL or (in_place(src.v, ST_REAL) and not src.scaled):
         return src.row + c0 * SIZE_OF(type)
     out = src.buffer + c0 if src.resident else src.buffer
-    if again and src.resident:
+    if src.loaded or (again and src.resident):
         return <const char*>out
     load_columns(src.v, src.row, c0, n, out)
     if src.scaled:
