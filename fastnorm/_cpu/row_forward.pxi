@@ -10,10 +10,12 @@ one numeric body.
 cdef inline real first_mean(const char* x, Py_ssize_t n_cols, int type) noexcept nogil:
     """hi: the mean of the first step. Near the mean for most rows; settle() notices when not."""
     cdef lanes zero = lanes_fill(0)
-    return lanes_fold(sum4(lanes_load_part_as(x, 0, n_cols, zero, type),
-                           lanes_load_part_as(x, LANES, n_cols - LANES, zero, type),
-                           lanes_load_part_as(x, 2 * LANES, n_cols - 2 * LANES, zero, type),
-                           lanes_load_part_as(x, 3 * LANES, n_cols - 3 * LANES, zero, type))) / <real>min(n_cols, <Py_ssize_t>STEP)
+    cdef real s = lanes_fold(sum4(lanes_load_part_as(x, 0, n_cols, zero, type),
+                                  lanes_load_part_as(x, LANES, n_cols - LANES, zero, type),
+                                  lanes_load_part_as(x, 2 * LANES, n_cols - 2 * LANES, zero, type),
+                                  lanes_load_part_as(x, 3 * LANES, n_cols - 3 * LANES, zero, type)))
+    # The same bits: a step is a power of two.
+    return s * (<real>1 / STEP) if n_cols >= STEP else s / <real>n_cols
 
 
 cdef inline lanes sum4(lanes a, lanes b, lanes c, lanes d) noexcept nogil:
@@ -280,7 +282,8 @@ cdef inline void row_sweep(const job* j, Py_ssize_t r, forward_row* row, bint ce
 
 cdef inline void group_forward(const job* j, Py_ssize_t r, int n_rows, bint centered, int type, bint resident,
                                real* x_buffer, real* y_buffer) noexcept nogil:
-    """Rows side by side: each block of weight and bias is fetched once for all of them."""
+    """Rows side by side: each block of weight and bias is fetched once for all of them, and none waits
+    for the square root of another."""
     cdef forward_row[GROUP] rows
     cdef Py_ssize_t c0 = 0
     cdef int k
@@ -301,7 +304,7 @@ cdef inline void rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, bint c
     # Strided rows are loaded once and kept; contiguous ones are cheap to load again from the cache.
     cdef bint resident = j.n_cols <= BLOCK or (not contiguous and j.n_cols <= RESIDENT * BLOCK)
     cdef int group = GROUP
-    if j.n_cols <= BLOCK or not contiguous or GROUP * j.n_cols * j.x.itemsize > GROUP_BYTES:
+    if GROUP * j.n_cols * j.x.itemsize > GROUP_BYTES or not (in_place(&j.x, type) or (contiguous and j.n_cols > BLOCK)):
         group = 1
     while r0 < r1:
         group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), centered, type, resident, x_buffer[0].v, y_buffer.v)

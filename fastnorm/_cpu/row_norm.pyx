@@ -41,7 +41,7 @@ cdef int storage_type(cnp.ndarray a) except -1:
     # The one type that is not NumPy's own: bfloat16 of ml_dtypes, whose number depends on the process.
     return ST_BFLOAT16
 
-# Values; below, starting threads costs more than it saves. docs/benchmarks.md has the sweep.
+# Values; below, starting threads costs more than it saves.
 cdef Py_ssize_t PARALLEL_MIN = 1 << 16
 # Values; between two such slices Ctrl-C is looked for: some ten milliseconds.
 cdef Py_ssize_t SLICE = 1 << 25
