@@ -25,7 +25,7 @@ LEVEL_FLAGS = {
     "v3": ["-march=x86-64-v3"],
     "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
-REAL = {"float32": "float", "float64": "double"}
+REAL = {"float32": ("float", "4"), "float64": ("double", "8")}
 # The same bits at every level: no contraction, no reordering. errno and traps are not used.
 KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # An edited header or included file rebuilds everything; the whole package takes well under a minute.
@@ -34,7 +34,7 @@ DEPENDS = ["setup.py"] + sorted(str(p) for pattern in ("*.h", "*.pxi", "*.pxd") 
 
 def kernel_module(real, level):
     name = f"_{real}_{level}"
-    return Extension(f"fastnorm._cpu.{name}", [str(CPU / f"{name}.pyx")], define_macros=[("REAL", REAL[real]), ("CYTHON_INLINE", "inline __attribute__((always_inline))")],
+    return Extension(f"fastnorm._cpu.{name}", [str(CPU / f"{name}.pyx")], define_macros=[("REAL", REAL[real][0]), ("REAL_BYTES", REAL[real][1]), ("CYTHON_INLINE", "inline __attribute__((always_inline))")],
                      include_dirs=[str(CPU)], depends=DEPENDS, extra_compile_args=KERNEL_FLAGS + LEVEL_FLAGS[level])
 
 

@@ -18,14 +18,16 @@ STATEMENTS = [
     "rms_norm_forward(x, weight)",
     "rms_norm_backward(dy, x, rms_rstd, weight, out=dx)",
     "rms_norm_backward(dy, x, rms_rstd, weight)",
-    # The general way in: what is not native, contiguous and trailing.
+    # Other types, and what is not contiguous and trailing.
+    "layer_norm(x16, weight, bias, out=y16)",
+    "layer_norm(x16, weight16, bias16, out=y16)",
     "layer_norm(x, weight, bias, axis=(1,), out=y)",
     "layer_norm(x.T, weight, bias, axis=0)",
 ]
 
 
 class TinyCall:
-    """A thousand calls on 1 row of 64 float32: milliseconds here are microseconds a call."""
+    """A thousand calls on 1 row of 64 values, float32 (x16, y16: float16): milliseconds here are microseconds a call."""
 
     params = [STATEMENTS]
     param_names = ["statement"]
@@ -39,10 +41,11 @@ class TinyCall:
         _, rms_rstd = fastnorm.rms_norm_forward(x)
         names = dict(x=x, dy=dy, weight=weight, bias=bias, mean=mean, rstd=rstd, rms_rstd=rms_rstd,
                      y=np.ones_like(x), dx=np.ones_like(x), np=np)
+        names |= {name + "16": names[name].astype(np.float16) for name in ("x", "y", "weight", "bias")}
         functions = {name: getattr(fastnorm, name) for name in fastnorm.__all__}
         # timeit compiles the statement: no lambda and no attribute look-up is timed with it.
-        self.timer = timeit.Timer(statement, globals=functions | names)
-        self.timer.timeit(100)
+        self.calls = timeit.Timer(statement, globals=functions | names)
+        self.calls.timeit(100)
 
     def time_1000_calls(self, statement):
-        self.timer.timeit(1000)
+        self.calls.timeit(1000)

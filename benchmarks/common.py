@@ -132,4 +132,5 @@ def gb_per_s(call, n_bytes):
     """Median over samples of at least a millisecond."""
     timer = timeit.Timer(call)
     number = max(1, int(1e-3 / timer.timeit(1)))
-    return n_bytes / (statistics.median(timer.repeat(5, number)) / number) / 1e9
+    value = n_bytes / (statistics.median(timer.repeat(5, number)) / number) / 1e9
+    return float(f"{value:.4g}")

@@ -12,7 +12,7 @@
  * two 256-bit ones, four 128-bit ones, or plain scalars. That is why the bits agree. Nothing here
  * may be reordered or contracted by the compiler: setup.py passes -ffp-contract=off.
  *
- * REAL is float or double: each kernel module is one arithmetic type at one level.
+ * REAL (of REAL_BYTES) is float or double: each kernel module is one arithmetic type at one level.
  */
 #ifndef FASTNORM_LANES_H
 #define FASTNORM_LANES_H
@@ -26,6 +26,7 @@
 
 #ifndef REAL
 #define REAL float
+#define REAL_BYTES 4
 #endif
 typedef REAL real;
 
@@ -225,7 +226,13 @@ INLINE void lanes_add_wide(double *sums, ptrdiff_t n, lanes a) {
         union { vec v; half h[2]; } u = {a.v[k]};
         UNROLLED for (int h = 0; h < 2; h++) {
             wide_anywhere *p = (wide_anywhere *)(sums + k * VEC_LANES + h * WIDE);
-            wide t = __builtin_convertvector(u.h[h], wide), old = *p, s = old + t;
+#if defined(__AVX512F__) && REAL_BYTES == 4
+            /* One instruction, where the compiler's own takes four. */
+            wide t = (wide)_mm512_cvtps_pd((__m256)u.h[h]);
+#else
+            wide t = __builtin_convertvector(u.h[h], wide);
+#endif
+            wide old = *p, s = old + t;
             *p = s;
             if (sizeof(real) == 8) {
                 wide z = s - old;

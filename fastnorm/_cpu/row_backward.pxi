@@ -167,11 +167,14 @@ cdef inline void apply_gradient(const in_bytes* x, const in_bytes* dy, const out
             part = min(head - i, <Py_ssize_t>LANES)
             apply_gradient_part(x, dy, dx, rows, i, part, w, dweight, dbias, partial_cols, centered, type, n_rows)
             i += part
+        while i + LANES <= n:
+            if ahead != NULL:
+                for k in range(2 * n_rows):
+                    prefetch(ahead[k] + i * SIZE_OF(type))
+            apply_gradient_lanes(x, dy, dx, rows, i, LANES, w, dweight, dbias, partial_cols, centered, True, type, n_rows)
+            i += LANES
     while i + LANES <= n:
-        if ahead != NULL:
-            for k in range(2 * n_rows):
-                prefetch(ahead[k] + i * SIZE_OF(type))
-        apply_gradient_lanes(x, dy, dx, rows, i, LANES, w, dweight, dbias, partial_cols, centered, stream, type, n_rows)
+        apply_gradient_lanes(x, dy, dx, rows, i, LANES, w, dweight, dbias, partial_cols, centered, False, type, n_rows)
         i += LANES
     if i < n:
         apply_gradient_part(x, dy, dx, rows, i, n - i, w, dweight, dbias, partial_cols, centered, type, n_rows)
