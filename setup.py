@@ -28,34 +28,40 @@ LEVEL_FLAGS = {
 REAL = {"float32": ("float", "4"), "float64": ("double", "8")}
 # The same bits at every level: no contraction, no reordering. errno and traps are not used.
 KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+COMPILED = ["_layer_norm.py", "_rms_norm.py", "_row_norm.py", "_cpu/isa.pyx", "_cpu/row_norm.pyx", "_cpu/common_case.pyx"]
 # An edited header or included file rebuilds everything; the whole package takes well under a minute.
 DEPENDS = ["setup.py"] + sorted(str(p) for pattern in ("*.h", "*.pxi", "*.pxd") for p in CPU.glob(pattern))
 
 
+OPENMP_PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }"
+LEVELS_PROBE = 'int main(void) { return !__builtin_cpu_supports("x86-64-v3") && !__builtin_cpu_supports("x86-64-v4"); }'
+
+
 def kernel_module(real, level):
+    """One arithmetic type at one level."""
     name = f"_{real}_{level}"
-    return Extension(f"fastnorm._cpu.{name}", [str(CPU / f"{name}.pyx")], define_macros=[("REAL", REAL[real][0]), ("REAL_BYTES", REAL[real][1]), ("CYTHON_INLINE", "inline __attribute__((always_inline))")],
-                     include_dirs=[str(CPU)], depends=DEPENDS, extra_compile_args=KERNEL_FLAGS + LEVEL_FLAGS[level])
+    c_type, size = REAL[real]
+    # The flags that are literals in the source become separate loops only if everything is inlined.
+    return Extension(f"fastnorm._cpu.{name}", [str(CPU / f"{name}.pyx")], depends=DEPENDS, include_dirs=[str(CPU)],
+                     define_macros=[("REAL", c_type), ("REAL_BYTES", size),
+                                    ("CYTHON_INLINE", "inline __attribute__((always_inline))")],
+                     extra_compile_args=KERNEL_FLAGS + LEVEL_FLAGS[level])
 
 
-def extensions():
-    modules = [kernel_module(real, level) for real in REAL for level in LEVEL_FLAGS]
-    for name in ("_cpu/isa.pyx", "_cpu/row_norm.pyx", "_cpu/common_case.pyx", "_row_norm.py", "_layer_norm.py", "_rms_norm.py"):
-        modules.append(Extension(
-            "fastnorm." + name.rsplit(".", 1)[0].replace("/", "."), ["fastnorm/" + name], depends=DEPENDS,
-            include_dirs=[str(CPU), numpy.get_include()], extra_compile_args=["-O3", "-ffp-contract=off"],
-            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION")]))
-    return modules
+def module(path):
+    """The wing's modules, and the doors and the hall that are compiled as they stand."""
+    return Extension("fastnorm." + path.rsplit(".", 1)[0].replace("/", "."), ["fastnorm/" + path], depends=DEPENDS,
+                     include_dirs=[str(CPU), numpy.get_include()], extra_compile_args=["-O3", "-ffp-contract=off"],
+                     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
+                                    ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION")])
 
 
 class BuildExt(build_ext):
     """Asks the compiler before it builds: OpenMP and the x86-64 levels are both optional."""
 
     def build_extensions(self):
-        openmp = [] if NO_OPENMP else next((f for f in self.openmp_flags() if self.compiles(f, "#include <omp.h>\n"
-                  "int main(void) { return omp_get_max_threads() < 1; }")), [])
-        levels = self.compiles(LEVEL_FLAGS["v4"], "int main(void) { return !__builtin_cpu_supports(\"x86-64-v4\")"
-                               " && !__builtin_cpu_supports(\"x86-64-v3\"); }")
+        openmp = [] if NO_OPENMP else next((f for f in self.openmp_flags() if self.compiles(f, OPENMP_PROBE)), [])
+        levels = self.compiles(LEVEL_FLAGS["v4"], LEVELS_PROBE)
         if not openmp:
             print("fastnorm: building without OpenMP; calls will use one thread", file=sys.stderr)
         if not levels:
@@ -67,6 +73,7 @@ class BuildExt(build_ext):
             if levels:
                 e.define_macros.append(("FASTNORM_LEVELS", "1"))
             if self.compiler.compiler_type == "msvc":
+                e.define_macros = [m for m in e.define_macros if m[0] != "CYTHON_INLINE"]
                 e.extra_compile_args = ["/O2", "/fp:precise"] + [f for f in openmp if f in e.extra_compile_args]
             if SANITIZE:
                 e.extra_compile_args += ["-fsanitize=address,undefined", "-fno-sanitize=alignment"]
@@ -94,11 +101,12 @@ class BuildExt(build_ext):
 
 setup(
     ext_modules=cythonize(
-        extensions(),
-        nthreads=0,
+        [kernel_module(real, level) for real in REAL for level in LEVEL_FLAGS] + [module(path) for path in COMPILED],
         compiler_directives={
             "language_level": 3,
             "cdivision": True,
+            # Annotations are for readers and type checkers, not C types.
+            "annotation_typing": False,
             "freethreading_compatible": True,
             "embedsignature": False,
             "binding": True,

@@ -214,16 +214,17 @@ def _verdict(ok):
 # bench
 # ---------------------------------------------------------------------------------------------
 
-def medians(calls, seconds=0.4):
-    """Median seconds of each call; they take turns, so that a disturbance meets all of them."""
-    timers = [timeit.Timer(call) for call in calls]
+def _medians(calls, seconds=0.5):
+    """Median seconds of each (threads, call); they take turns, so that a disturbance meets all of them."""
+    timers = [timeit.Timer(call) for _, call in calls]
     # A sample of one tiny call would measure the clock.
     numbers = [max(1, int(2e-4 / min(timer.repeat(3, 1)))) for timer in timers]
     samples = [[] for _ in timers]
     end = timeit.default_timer() + seconds
     while timeit.default_timer() < end or len(samples[0]) < 3:
-        for timer, number, sample in zip(timers, numbers, samples, strict=True):
-            sample.append(timer.timeit(number) / number)
+        for (n_threads, _), timer, number, sample in zip(calls, timers, numbers, samples, strict=True):
+            with fastnorm.num_threads(n_threads):
+                sample.append(timer.timeit(number) / number)
     return [statistics.median(sample) for sample in samples]
 
 
@@ -248,18 +249,20 @@ def _bench_calls(shape):
 
 def bench():
     """Print a table of times beside plain NumPy."""
-    n_threads = fastnorm.get_num_threads()
-    threads = "1 thread" if n_threads == 1 else f"up to {n_threads} threads"
-    print(f"float32, {threads}, medians of interleaved runs; fastnorm with out=\n")
-    print(f"{'op':20s} {'shape':>10s} {'fastnorm us':>12s} {'NumPy us':>10s} {'NumPy/fastnorm':>15s} {'GB/s':>6s}")
+    # One thread too: that is what NumPy uses, and what is left when other processes keep the processors busy.
+    counts = sorted({1, fastnorm.get_num_threads()})
+    headings = [f"{n} thread{'s' if n > 1 else ''}" for n in counts]
+    print("float32, microseconds, medians of interleaved runs; fastnorm with out=\n")
+    print(f"{'op':20s} {'shape':>10s} {''.join(f'{h:>11s}' for h in headings)} {'NumPy':>10s} {'ratio':>6s} {'GB/s':>6s}")
     for shape in BENCH_SHAPES:
         for name, ours, numpys, n_arrays in _bench_calls(shape):
-            seconds, numpy_seconds = medians((ours, numpys))
+            *seconds, numpy_seconds = _medians([(n, ours) for n in counts] + [(1, numpys)])
             gb = n_arrays * 4 * shape[0] * shape[1] / 1e9
-            print(f"{name:20s} {'x'.join(map(str, shape)):>10s} {seconds * 1e6:12.2f} {numpy_seconds * 1e6:10.1f} "
-                  f"{numpy_seconds / seconds:15.1f} {gb / seconds:6.1f}", flush=True)
+            print(f"{name:20s} {'x'.join(map(str, shape)):>10s} {''.join(f'{s * 1e6:11.2f}' for s in seconds)} "
+                  f"{numpy_seconds * 1e6:10.1f} {numpy_seconds / seconds[-1]:6.1f} {gb / seconds[-1]:6.1f}", flush=True)
         print()
-    print("GB/s: x read once and y written once; backward dy and x read, dx written.")
+    print(f"ratio: NumPy's time over fastnorm's with {headings[-1]}. GB/s: x read once and y\n"
+          "written once; backward dy and x read, dx written.")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2,10 +2,20 @@
 
 Compiled by Cython as it stands, like the hall behind it (fastnorm._row_norm).
 """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from cython.cimports.fastnorm._row_norm import backward, forward
 
+if TYPE_CHECKING:
+    from typing import Any
 
-def layer_norm(x, weight=None, bias=None, *, axis=-1, eps=1e-5, out=None):
+    from numpy.typing import ArrayLike, NDArray
+
+
+def layer_norm(x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, *,
+               axis: int | tuple[int, ...] | None = -1, eps: float = 1e-5, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Layer normalization: ``(x - mean) / sqrt(var + eps) * weight + bias`` along `axis`.
 
     Parameters
@@ -76,7 +86,9 @@ def layer_norm(x, weight=None, bias=None, *, axis=-1, eps=1e-5, out=None):
     return forward(x, weight, bias, axis, eps, 0.0, out, True, False)
 
 
-def layer_norm_forward(x, weight=None, bias=None, *, axis=-1, eps=1e-5, out=None):
+def layer_norm_forward(x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, *,
+                       axis: int | tuple[int, ...] | None = -1, eps: float = 1e-5,
+                       out: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """`layer_norm`, and the statistics that `layer_norm_backward` needs.
 
     Parameters
@@ -114,7 +126,10 @@ def layer_norm_forward(x, weight=None, bias=None, *, axis=-1, eps=1e-5, out=None
     return forward(x, weight, bias, axis, eps, 0.0, out, True, True)
 
 
-def layer_norm_backward(dy, x, mean, rstd, weight=None, *, axis=-1, param_grads=True, out=None):
+def layer_norm_backward(dy: ArrayLike, x: ArrayLike, mean: NDArray[Any], rstd: NDArray[Any],
+                        weight: ArrayLike | None = None, *, axis: int | tuple[int, ...] | None = -1,
+                        param_grads: bool = True, out: NDArray[Any] | None = None,
+                        ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
     """Gradients of a scalar through `layer_norm`, from its gradient dy with respect to y.
 
     Parameters

@@ -2,10 +2,20 @@
 
 Compiled by Cython as it stands, like the hall behind it (fastnorm._row_norm).
 """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from cython.cimports.fastnorm._row_norm import backward, forward
 
+if TYPE_CHECKING:
+    from typing import Any
 
-def rms_norm(x, weight=None, *, axis=-1, eps=1e-5, weight_offset=0.0, out=None):
+    from numpy.typing import ArrayLike, NDArray
+
+
+def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, *, axis: int | tuple[int, ...] | None = -1,
+             eps: float = 1e-5, weight_offset: float = 0.0, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Root mean square normalization: ``x / sqrt(mean(x**2) + eps) * (weight_offset + weight)``.
 
     Parameters
@@ -69,7 +79,9 @@ def rms_norm(x, weight=None, *, axis=-1, eps=1e-5, weight_offset=0.0, out=None):
     return forward(x, weight, None, axis, eps, weight_offset, out, False, False)
 
 
-def rms_norm_forward(x, weight=None, *, axis=-1, eps=1e-5, weight_offset=0.0, out=None):
+def rms_norm_forward(x: ArrayLike, weight: ArrayLike | None = None, *, axis: int | tuple[int, ...] | None = -1,
+                     eps: float = 1e-5, weight_offset: float = 0.0,
+                     out: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
     """`rms_norm`, and the statistic that `rms_norm_backward` needs.
 
     Parameters
@@ -102,7 +114,9 @@ def rms_norm_forward(x, weight=None, *, axis=-1, eps=1e-5, weight_offset=0.0, ou
     return y, rstd
 
 
-def rms_norm_backward(dy, x, rstd, weight=None, *, axis=-1, weight_offset=0.0, param_grads=True, out=None):
+def rms_norm_backward(dy: ArrayLike, x: ArrayLike, rstd: NDArray[Any], weight: ArrayLike | None = None, *,
+                      axis: int | tuple[int, ...] | None = -1, weight_offset: float = 0.0, param_grads: bool = True,
+                      out: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Gradients of a scalar through `rms_norm`, from its gradient dy with respect to y.
 
     Parameters

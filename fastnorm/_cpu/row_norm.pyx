@@ -41,6 +41,16 @@ cdef int storage_type(cnp.ndarray a) except -1:
     # The one type that is not NumPy's own: bfloat16 of ml_dtypes, whose number depends on the process.
     return ST_BFLOAT16
 
+
+def stream_bytes(text):
+    """FASTNORM_STREAM_BYTES as a number; empty means unset."""
+    if not text:
+        return 32 << 20
+    if not text.isdecimal():
+        raise ImportError(f"FASTNORM_STREAM_BYTES={text!r}: expected a number of bytes")
+    return int(text)
+
+
 # Values; below, starting threads costs more than it saves.
 cdef Py_ssize_t PARALLEL_MIN = 1 << 16
 # Values; between two such slices Ctrl-C is looked for: some ten milliseconds.
@@ -50,7 +60,7 @@ cdef Py_ssize_t RELEASE_MIN = 1 << 12
 # Values; a row from here on may be split over threads.
 cdef Py_ssize_t SPLIT_MIN = 1 << 16
 # Bytes of output from which stores go past the cache, whatever cache size the machine reports.
-cdef Py_ssize_t STREAM_BYTES = int(os.environ.get("FASTNORM_STREAM_BYTES") or 32 << 20)
+cdef Py_ssize_t STREAM_BYTES = stream_bytes(os.environ.get("FASTNORM_STREAM_BYTES"))
 # Rows that a kernel across rows needs next to each other to be worth it.
 cdef Py_ssize_t ADJACENT_MIN = 32
 # dweight and dbias: rows in a chunk at least, chunks at most.
