@@ -27,7 +27,7 @@ STATEMENTS = [
 
 
 class TinyCall:
-    """A thousand calls on 1 row of 64 values, float32 (x16, y16: float16): milliseconds here are microseconds a call."""
+    """A thousand calls on one row of 64 float32 (x16, y16: float16): milliseconds are microseconds a call."""
 
     params = [STATEMENTS]
     param_names = ["statement"]

@@ -229,7 +229,7 @@ def _medians(calls, seconds=0.5):
 
 
 def _bench_calls(shape):
-    """Name, fastnorm's call, NumPy's call, and how many arrays of this shape have to be moved."""
+    """Op, fastnorm's call, NumPy's call, and how many arrays of this shape have to be moved."""
     rng = np.random.default_rng(0)
     x, dy = rng.standard_normal((2, *shape), dtype=np.float32)
     weight, bias = rng.standard_normal((2, shape[-1]), dtype=np.float32)
@@ -247,21 +247,26 @@ def _bench_calls(shape):
            lambda: numpy_rms_norm_backward(dy, x, rms_rstd, weight), 3)
 
 
+def _columns(op, shape, *cells):
+    return f"{op:20s} {shape:>9s}" + "".join(f"{cell:>10s}" for cell in cells)
+
+
 def bench():
     """Print a table of times beside plain NumPy."""
     # One thread too: that is what NumPy uses, and what is left when other processes keep the processors busy.
     counts = sorted({1, fastnorm.get_num_threads()})
-    headings = [f"{n} thread{'s' if n > 1 else ''}" for n in counts]
+    threads = [f"{n} thread{'s' if n > 1 else ''}" for n in counts]
     print("float32, microseconds, medians of interleaved runs; fastnorm with out=\n")
-    print(f"{'op':20s} {'shape':>10s} {''.join(f'{h:>11s}' for h in headings)} {'NumPy':>10s} {'ratio':>6s} {'GB/s':>6s}")
+    print(_columns("op", "shape", *threads, "NumPy", "ratio", "GB/s"))
     for shape in BENCH_SHAPES:
-        for name, ours, numpys, n_arrays in _bench_calls(shape):
+        for op, ours, numpys, n_arrays in _bench_calls(shape):
             *seconds, numpy_seconds = _medians([(n, ours) for n in counts] + [(1, numpys)])
-            gb = n_arrays * 4 * shape[0] * shape[1] / 1e9
-            print(f"{name:20s} {'x'.join(map(str, shape)):>10s} {''.join(f'{s * 1e6:11.2f}' for s in seconds)} "
-                  f"{numpy_seconds * 1e6:10.1f} {numpy_seconds / seconds[-1]:6.1f} {gb / seconds[-1]:6.1f}", flush=True)
+            ratio = numpy_seconds / seconds[-1]
+            gb_per_s = n_arrays * 4 * shape[0] * shape[1] / seconds[-1] / 1e9
+            print(_columns(op, f"{shape[0]}x{shape[1]}", *[f"{s * 1e6:.2f}" for s in seconds],
+                           f"{numpy_seconds * 1e6:.1f}", f"{ratio:.1f}", f"{gb_per_s:.1f}"), flush=True)
         print()
-    print(f"ratio: NumPy's time over fastnorm's with {headings[-1]}. GB/s: x read once and y\n"
+    print(f"ratio: NumPy's time over fastnorm's with {threads[-1]}. GB/s: x read once and y\n"
           "written once; backward dy and x read, dx written.")
 
 

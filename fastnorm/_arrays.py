@@ -1,4 +1,4 @@
-"""Checks of arguments, with our error texts. Nothing here computes."""
+"""Checks of arguments, with our error texts. Nothing here computes. Compiled, like the halls that call it."""
 import operator
 from functools import cache
 
@@ -47,6 +47,8 @@ def result_type(dtype):
 
 def normalized_axes(x, axis):
     """axis as a sorted tuple of non-negative ints."""
+    if type(axis) is int and -x.ndim <= axis < x.ndim:
+        return (axis % x.ndim,)
     if axis is None:
         axes = tuple(range(x.ndim))
         if not axes:
@@ -60,6 +62,8 @@ def normalized_axes(x, axis):
 
 def nonnegative(name, value):
     """value as a finite float of at least 0."""
+    if type(value) is float and 0 <= value < float("inf"):
+        return value
     number = real_number(name, value)
     if not 0 <= number < float("inf"):
         raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")

@@ -115,7 +115,8 @@ def _row(parameter, arithmetic, xp):
 
 def _weight_row(weight, weight_offset, arithmetic, xp):
     """weight_offset + weight as kernels read it, rounded to the arithmetic type."""
-    weight_offset = _arrays.real_number("weight_offset", weight_offset)
+    if type(weight_offset) is not float:
+        weight_offset = _arrays.real_number("weight_offset", weight_offset)
     if weight_offset == 0.0:
         return _row(weight, arithmetic, xp)
     if weight is None:

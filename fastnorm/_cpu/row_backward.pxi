@@ -247,12 +247,12 @@ cdef void backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept 
     cdef int type = type_in_place(&j.x, &j.dy, &j.dx)
     for chunk in range(chunk0, chunk1):
         # Flags as literals: a body for each, without the branches.
-        if type == ST_FLOAT16:
+        if FLOAT16_LANES and type == ST_FLOAT16:
             if j.centered:
                 chunk_backward(j, chunk, True, ST_FLOAT16, buffers)
             else:
                 chunk_backward(j, chunk, False, ST_FLOAT16, buffers)
-        elif type == ST_BFLOAT16:
+        elif BFLOAT16_LANES and type == ST_BFLOAT16:
             if j.centered:
                 chunk_backward(j, chunk, True, ST_BFLOAT16, buffers)
             else:

@@ -342,12 +342,12 @@ cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
     if rows != NULL:
         transposed_rows_forward(j, r0, r1, rows)
         free(rows)
-    elif type == ST_FLOAT16:
+    elif FLOAT16_LANES and type == ST_FLOAT16:
         if j.centered:
             rows_forward(j, r0, r1, True, ST_FLOAT16)
         else:
             rows_forward(j, r0, r1, False, ST_FLOAT16)
-    elif type == ST_BFLOAT16:
+    elif BFLOAT16_LANES and type == ST_BFLOAT16:
         if j.centered:
             rows_forward(j, r0, r1, True, ST_BFLOAT16)
         else:

@@ -43,6 +43,9 @@ cdef extern from "storage.h" nogil:
         ST_FLOAT16
         ST_BFLOAT16
         ST_REAL
+    # Constants: what a module cannot need is not compiled.
+    bint FLOAT16_LANES
+    bint BFLOAT16_LANES
     bint has_lanes(int type)
     Py_ssize_t SIZE_OF(int type)
     lanes lanes_load_as(const char* p, Py_ssize_t i, int type)
