@@ -1,21 +1,25 @@
 """The early exit of the halls for the common case: plain arrays (exact ndarray, native, C-contiguous)
-of float32 or float64 alone, normalized along the last axis, nothing empty, nothing overlapping.
+of one float type, normalized along the last axis, nothing empty, nothing overlapping. With a 16-bit
+type, parameters may be float32 as well.
 
 Both functions return None for anything else, and for whatever deserves an error: the hall finds the
 words. They check as C does, so that a tiny call costs no more than one of np.add.
 """
-from libc.stdlib cimport free
+from libc.stdlib cimport free, malloc
 cimport numpy as cnp
 
 from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
 from fastnorm._cpu.kernels cimport MAX_DIMS, job, kernels
-from fastnorm._cpu.row_norm cimport STREAM_BYTES, add_chunks, open_contiguous, open_partials, run_backward, run_forward
+from fastnorm._cpu.row_norm cimport (STREAM_BYTES, add_chunks, bfloat16_number, open_contiguous, open_partials, run_backward,
+                                     run_forward)
 
 cnp.import_array()
 
-cdef extern from "storage.h":
+cdef extern from "storage.h" nogil:
     enum:
-        ST_FLOAT32, ST_FLOAT64
+        ST_FLOAT16, ST_BFLOAT16, ST_FLOAT32, ST_FLOAT64
+    # This module's real is float.
+    void load_run(const char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, float* out)
 
 
 cdef inline bint is_plain(object a, int type_num) noexcept:
@@ -56,27 +60,34 @@ cdef inline bint same_or_apart(cnp.ndarray a, cnp.ndarray b) noexcept:
     return cnp.PyArray_DATA(a) == cnp.PyArray_DATA(b) or apart(a, b)
 
 
-cdef const kernels* open_common(job* j, object x, object weight) except? NULL:
-    """NULL if x and weight are not the common case."""
+cdef inline int real_number(int type_num) noexcept:
+    """The type number of the arithmetic type; -1 for what is not the common case."""
+    if type_num == cnp.NPY_FLOAT32 or type_num == cnp.NPY_FLOAT64:
+        return type_num
+    return cnp.NPY_FLOAT32 if type_num == cnp.NPY_FLOAT16 or type_num == bfloat16_number() else -1
+
+
+cdef const kernels* open_common(job* j, object x) except? NULL:
+    """NULL if x is not the common case."""
     cdef cnp.ndarray a
-    cdef int type_num, ndim
+    cdef int type_num, real_num, ndim
     cdef Py_ssize_t size
     if type(x) is not cnp.ndarray:
         return NULL
     a = <cnp.ndarray>x
     type_num = cnp.PyArray_TYPE(a)
+    real_num = real_number(type_num)
     ndim = cnp.PyArray_NDIM(a)
     size = cnp.PyArray_SIZE(a)
-    if not (type_num == cnp.NPY_FLOAT32 or type_num == cnp.NPY_FLOAT64) or ndim == 0 or size == 0 or not is_plain(x, type_num):
+    if real_num < 0 or ndim == 0 or size == 0 or not is_plain(x, type_num):
         return NULL
     j.n_cols = cnp.PyArray_DIM(a, ndim - 1)
     j.n_rows = size // j.n_cols
-    if not is_row(weight, type_num, j.n_cols):
-        return NULL
-    j.weight = data(weight)
-    open_contiguous(&j.x, cnp.PyArray_DATA(a), ST_FLOAT32 if type_num == cnp.NPY_FLOAT32 else ST_FLOAT64,
+    open_contiguous(&j.x, cnp.PyArray_DATA(a),
+                    ST_FLOAT32 if type_num == cnp.NPY_FLOAT32 else ST_FLOAT64 if type_num == cnp.NPY_FLOAT64
+                    else ST_FLOAT16 if type_num == cnp.NPY_FLOAT16 else ST_BFLOAT16,
                     j.n_rows, j.n_cols, cnp.PyArray_ITEMSIZE(a))
-    return float32_kernels if type_num == cnp.NPY_FLOAT32 else float64_kernels
+    return float32_kernels if real_num == cnp.NPY_FLOAT32 else float64_kernels
 
 
 cdef inline bint is_output(object out, cnp.ndarray x) noexcept:
@@ -88,26 +99,33 @@ cdef inline cnp.ndarray new_like(cnp.ndarray x):
     return cnp.PyArray_EMPTY(cnp.PyArray_NDIM(x), cnp.PyArray_DIMS(x), cnp.PyArray_TYPE(x), 0)
 
 
-cdef inline cnp.ndarray new_column(cnp.ndarray x):
+cdef inline cnp.ndarray new_column(cnp.ndarray x, int real_num):
     cdef cnp.npy_intp[MAX_DIMS] shape
     cdef int k, ndim = cnp.PyArray_NDIM(x)
     for k in range(ndim - 1):
         shape[k] = cnp.PyArray_DIM(x, k)
     shape[ndim - 1] = 1
-    return cnp.PyArray_EMPTY(ndim, shape, cnp.PyArray_TYPE(x), 0)
+    return cnp.PyArray_EMPTY(ndim, shape, real_num, 0)
 
 
 cdef object common_forward(object x, object weight, object bias, object eps, object out, bint centered, bint with_statistics):
     cdef job j
-    cdef const kernels* k = open_common(&j, x, weight)
+    cdef const kernels* k = open_common(&j, x)
     cdef cnp.ndarray xa, y, mean = None, rstd = None
+    cdef int type_num, real_num
+    cdef float* widened = NULL
+    cdef bint widen_weight, widen_bias
     if k == NULL or type(eps) is not float:
         return None
     xa = <cnp.ndarray>x
+    type_num = cnp.PyArray_TYPE(xa)
+    real_num = real_number(type_num)
     j.eps = <double>eps
-    if not 0 <= j.eps < float("inf") or not is_row(bias, cnp.PyArray_TYPE(xa), j.n_cols):
+    widen_weight = not is_row(weight, real_num, j.n_cols)
+    widen_bias = not is_row(bias, real_num, j.n_cols)
+    if (not 0 <= j.eps < float("inf") or (widen_weight and not is_row(weight, type_num, j.n_cols))
+            or (widen_bias and not is_row(bias, type_num, j.n_cols))):
         return None
-    j.bias = data(bias)
     if out is None:
         y = new_like(xa)
     else:
@@ -118,16 +136,33 @@ cdef object common_forward(object x, object weight, object bias, object eps, obj
             return None
     j.mean = j.rstd = NULL
     if with_statistics:
-        rstd = new_column(xa)
+        rstd = new_column(xa, real_num)
         j.rstd = cnp.PyArray_DATA(rstd)
         if centered:
-            mean = new_column(xa)
+            mean = new_column(xa, real_num)
             j.mean = cnp.PyArray_DATA(mean)
     j.centered = centered
+    j.weight = data(weight)
+    j.bias = data(bias)
     j.y = j.x
     j.y.data = <char*>cnp.PyArray_DATA(y)
     j.stream = cnp.PyArray_NBYTES(y) >= STREAM_BYTES and j.y.data != j.x.data
-    run_forward(k, &j)
+    if not widen_weight and not widen_bias:
+        run_forward(k, &j)
+        return (y, mean, rstd) if with_statistics else y
+    widened = <float*>malloc(2 * j.n_cols * sizeof(float))
+    if widened == NULL:
+        raise MemoryError
+    try:
+        if widen_weight:
+            load_run(<const char*>j.weight, 2, j.x.type, False, j.n_cols, widened)
+            j.weight = widened
+        if widen_bias:
+            load_run(<const char*>j.bias, 2, j.x.type, False, j.n_cols, widened + j.n_cols)
+            j.bias = widened + j.n_cols
+        run_forward(k, &j)
+    finally:
+        free(widened)
     return (y, mean, rstd) if with_statistics else y
 
 
@@ -150,17 +185,21 @@ cdef object round_row(const job* j, const double* sums, int type_num):
 cdef object common_backward(object dy, object x, object mean, object rstd, object weight, bint param_grads, object out,
                             bint centered):
     cdef job j
-    cdef const kernels* k = open_common(&j, x, weight)
+    cdef const kernels* k = open_common(&j, x)
     cdef cnp.ndarray xa, dx
     cdef double* partials
-    cdef int type_num
+    cdef int type_num, real_num
     if k == NULL:
         return None
     xa = <cnp.ndarray>x
     type_num = cnp.PyArray_TYPE(xa)
+    real_num = real_number(type_num)
+    if not is_row(weight, real_num, j.n_cols):
+        return None
+    j.weight = data(weight)
     if not is_plain(dy, type_num) or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>dy, xa):
         return None
-    if not is_column(rstd, type_num, xa) or (centered and not is_column(mean, type_num, xa)):
+    if not is_column(rstd, real_num, xa) or (centered and not is_column(mean, real_num, xa)):
         return None
     if out is None:
         dx = new_like(xa)
@@ -186,10 +225,10 @@ cdef object common_backward(object dy, object x, object mean, object rstd, objec
             return dx, None, None
         run_backward(k, &j)
         add_chunks(&j, k, j.dweight_partial)
-        dweight = round_row(&j, j.dweight_partial, type_num)
+        dweight = round_row(&j, j.dweight_partial, real_num)
         if not centered:
             return dx, dweight, None
         add_chunks(&j, k, j.dbias_partial)
-        return dx, dweight, round_row(&j, j.dbias_partial, type_num)
+        return dx, dweight, round_row(&j, j.dbias_partial, real_num)
     finally:
         free(partials)

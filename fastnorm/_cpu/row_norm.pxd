@@ -2,6 +2,7 @@
 from fastnorm._cpu.kernels cimport job, kernels, view
 
 cdef Py_ssize_t STREAM_BYTES
+cdef int bfloat16_number() noexcept
 cdef void open_contiguous(view* v, void* data, int type, Py_ssize_t n_rows, Py_ssize_t n_cols, Py_ssize_t itemsize) noexcept
 cdef int run_forward(const kernels* k, const job* j) except -1
 cdef int run_backward(const kernels* k, const job* j) except -1

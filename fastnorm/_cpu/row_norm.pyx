@@ -23,8 +23,17 @@ cdef extern from "storage.h":
         ST_FLOAT16, ST_BFLOAT16, ST_FLOAT32, ST_FLOAT64
         ST_BOOL, ST_INT8, ST_UINT8, ST_INT16, ST_UINT16, ST_INT32, ST_UINT32, ST_INT64, ST_UINT64
 
+# The type number of bfloat16, known once the first such array was checked. It is NumPy's to give out.
+cdef int bfloat16_seen = -1
+
+
+cdef int bfloat16_number() noexcept:
+    return bfloat16_seen
+
+
 cdef int storage_type(cnp.ndarray a) except -1:
     """ST_* of an array; its dtype was checked."""
+    global bfloat16_seen
     cdef int type_num = cnp.PyArray_TYPE(a), size = cnp.PyArray_ITEMSIZE(a)
     if type_num == cnp.NPY_FLOAT32:
         return ST_FLOAT32
@@ -38,8 +47,10 @@ cdef int storage_type(cnp.ndarray a) except -1:
         return ST_UINT8 if size == 1 else ST_UINT16 if size == 2 else ST_UINT32 if size == 4 else ST_UINT64
     if cnp.PyTypeNum_ISSIGNED(type_num):
         return ST_INT8 if size == 1 else ST_INT16 if size == 2 else ST_INT32 if size == 4 else ST_INT64
-    # The one type that is not NumPy's own: bfloat16 of ml_dtypes, whose number depends on the process.
+    # The one type that is not NumPy's own: bfloat16 of ml_dtypes.
+    bfloat16_seen = type_num
     return ST_BFLOAT16
+
 
 
 def stream_bytes(text):
