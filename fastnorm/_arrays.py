@@ -1,5 +1,4 @@
 """Checks of arguments, with our error texts. Nothing here computes. Compiled, like the halls that call it."""
-import operator
 from functools import cache
 
 import numpy as np
@@ -62,8 +61,6 @@ def normalized_axes(x, axis):
 
 def nonnegative(name, value):
     """value as a finite float of at least 0."""
-    if type(value) is float and 0 <= value < float("inf"):
-        return value
     number = real_number(name, value)
     if not 0 <= number < float("inf"):
         raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
@@ -72,10 +69,14 @@ def nonnegative(name, value):
 
 def real_number(name, value):
     """value as a float."""
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if type(value) is float:
+        return value
+    if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     try:
-        return operator.index(value) + 0.0 if isinstance(value, int) else float(value)
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: too large for a float") from None
     except (TypeError, ValueError):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
 

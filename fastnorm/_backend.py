@@ -13,7 +13,8 @@ x, y, dy, dx   arrays of one shape, any strides, byte order and storage type; th
 weight, bias   (n_cols,) contiguous, of the arithmetic type, or None for ones and zeros.
 mean, rstd     (n_rows,) contiguous, of the arithmetic type. Forward fills those that are not None;
                backward reads rstd, and mean if centered.
-dweight, dbias (n_cols,) float64, contiguous, or None if not wanted.
+dweight, dbias of n_cols values, contiguous, of any float type, or None if not wanted. Sums are float64 and
+               rounded once.
 n_rows and n_cols are at least 1.
 """
 import numpy as np

@@ -14,7 +14,7 @@ from fastnorm._backend import backend_of
 def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_statistics):
     """y, or (y, mean, rstd) with_statistics; mean is None if not centered."""
     # Exact ndarrays, native, contiguous, trailing axis: what does not hold needs no message here.
-    if type(axis) is int and axis == -1 and weight_offset == 0.0:
+    if type(axis) is int and axis == -1 and type(weight_offset) is float and weight_offset == 0.0:
         result = common_forward(x, weight, bias, eps, out, centered, with_statistics)
         if result is not None:
             return result
@@ -57,7 +57,7 @@ def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_stati
 
 def backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, centered):
     """(dx, dweight, dbias); dbias is None if not centered, both are without param_grads."""
-    if type(axis) is int and axis == -1 and weight_offset == 0.0:
+    if type(axis) is int and axis == -1 and type(weight_offset) is float and weight_offset == 0.0:
         result = common_backward(dy, x, mean, rstd, weight, param_grads, out, centered)
         if result is not None:
             return result
@@ -76,10 +76,10 @@ def backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, c
     dx = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
     dweight = dbias = None
     if param_grads:
-        n_cols = math.prod(shape)
-        dweight = xp.zeros(n_cols)
+        dtype = arithmetic if weight is None else _arrays.result_type(weight.dtype)
+        dweight = xp.zeros(shape, dtype)
         if centered:
-            dbias = xp.zeros(n_cols)
+            dbias = xp.zeros(shape, dtype)
 
     if x.size != 0:
         target = dx
@@ -90,11 +90,6 @@ def backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, c
                                target.transpose(order), dweight, dbias, centered)
         if target is not dx:
             dx[...] = target
-    if param_grads:
-        dtype = arithmetic if weight is None else _arrays.result_type(weight.dtype)
-        dweight = dweight.astype(dtype).reshape(shape)
-        if centered:
-            dbias = dbias.astype(dtype).reshape(shape)
     return dx, dweight, dbias
 
 
@@ -115,8 +110,7 @@ def _row(parameter, arithmetic, xp):
 
 def _weight_row(weight, weight_offset, arithmetic, xp):
     """weight_offset + weight as kernels read it, rounded to the arithmetic type."""
-    if type(weight_offset) is not float:
-        weight_offset = _arrays.real_number("weight_offset", weight_offset)
+    weight_offset = _arrays.real_number("weight_offset", weight_offset)
     if weight_offset == 0.0:
         return _row(weight, arithmetic, xp)
     if weight is None:

@@ -74,19 +74,19 @@ def _gradients(dy, x_hat, rstd, weight, axes, centered):
     return rstd * (wdy - c2 - x_hat * c1), (dy * x_hat).sum(axis=rows), dy.sum(axis=rows)
 
 
-def layer_norm_backward(dy, x, weight=None, *, axis=-1, eps=1e-5):
-    """dx, dweight and dbias, with the statistics of x itself."""
+def layer_norm_backward(dy, x, weight=None, *, axis=-1, eps=1e-5, rstd=None):
+    """dx, dweight and dbias, with the mean of x itself, and its rstd unless one is given."""
     x = _wide(x)
     axes = _axes(x, axis)
     d, _ = _centred(x, axes)
-    rstd = 1 / ((d * d).mean(axis=axes, keepdims=True) + eps) ** 0.5
+    rstd = 1 / ((d * d).mean(axis=axes, keepdims=True) + eps) ** 0.5 if rstd is None else _wide(rstd)
     return _gradients(_wide(dy), d * rstd, rstd, weight, axes, True)
 
 
-def rms_norm_backward(dy, x, weight=None, *, axis=-1, eps=1e-5, weight_offset=0.0):
-    """dx and dweight, with the statistic of x itself."""
+def rms_norm_backward(dy, x, weight=None, *, axis=-1, eps=1e-5, weight_offset=0.0, rstd=None):
+    """dx and dweight, with the rstd of x itself unless one is given."""
     x = _wide(x)
     axes = _axes(x, axis)
-    rstd = 1 / ((x * x).mean(axis=axes, keepdims=True) + eps) ** 0.5
+    rstd = 1 / ((x * x).mean(axis=axes, keepdims=True) + eps) ** 0.5 if rstd is None else _wide(rstd)
     weight = None if weight is None else _wide(weight) + weight_offset
     return _gradients(_wide(dy), x * rstd, rstd, weight, axes, False)[:2]

@@ -6,7 +6,7 @@ from hypothesis import settings
 import fastnorm
 
 # The same examples on every run: a failure on one machine is a failure on all.
-settings.register_profile("fastnorm", deadline=None, max_examples=60, derandomize=True, database=None)
+settings.register_profile("fastnorm", deadline=None, max_examples=300, derandomize=True, database=None)
 settings.load_profile("fastnorm")
 
 

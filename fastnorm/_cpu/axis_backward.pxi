@@ -10,19 +10,19 @@ cdef inline void tile_gradient_step(const tile* x, const tile* dy, Py_ssize_t c,
     """Add the columns c, c + LANES, ... of a step, one lane, as far as they exist. first: of a block."""
     cdef lanes zero = lanes_fill(0)
     cdef lanes h, sum_d, sum_wdy, sum_wdy_d
-    cdef lanes[4] d, wdy
-    cdef in_real[4] x_column
-    cdef in_real[4] dy_column
+    cdef lanes[8] d, wdy
+    cdef in_real[8] x_column
+    cdef in_real[8] dy_column
     cdef Py_ssize_t i = 0
     cdef int k
-    for k in range(4):
+    for k in range(8):
         x_column[k] = dy_column[k] = NULL
         if c + k * LANES < n_cols:
             x_column[k] = tile_column(x, c + k * LANES, k)
             dy_column[k] = tile_column(dy, c + k * LANES, k)
     while i < x.n:
         h = lanes_load(hi + i)
-        for k in range(4):
+        for k in range(8):
             d[k] = part_or(x_column[k], i, x.n, h)
             if centered:
                 d[k] = lanes_sub(d[k], h)
@@ -30,11 +30,13 @@ cdef inline void tile_gradient_step(const tile* x, const tile* dy, Py_ssize_t c,
             if weight != NULL and dy_column[k] != NULL:
                 wdy[k] = lanes_mul(wdy[k], lanes_fill(weight[c + k * LANES]))
         if centered:
-            sum_d = sum4(d[0], d[1], d[2], d[3])
+            sum_d = lanes_add(sum4(d[0], d[1], d[2], d[3]), sum4(d[4], d[5], d[6], d[7]))
             lanes_store(s + i, sum_d if first else lanes_add(lanes_load(s + i), sum_d))
-            sum_wdy = sum4(wdy[0], wdy[1], wdy[2], wdy[3])
+            sum_wdy = lanes_add(sum4(wdy[0], wdy[1], wdy[2], wdy[3]), sum4(wdy[4], wdy[5], wdy[6], wdy[7]))
             lanes_store(g + i, sum_wdy if first else lanes_add(lanes_load(g + i), sum_wdy))
-        sum_wdy_d = sum4(lanes_mul(wdy[0], d[0]), lanes_mul(wdy[1], d[1]), lanes_mul(wdy[2], d[2]), lanes_mul(wdy[3], d[3]))
+        for k in range(8):
+            d[k] = lanes_mul(wdy[k], d[k])
+        sum_wdy_d = lanes_add(sum4(d[0], d[1], d[2], d[3]), sum4(d[4], d[5], d[6], d[7]))
         lanes_store(p + i, sum_wdy_d if first else lanes_add(lanes_load(p + i), sum_wdy_d))
         i += LANES
 
@@ -105,17 +107,19 @@ cdef inline void tile_gradient_column(const real* x, const real* dy, real* dx, P
     """dx and dy * x_hat of one column of n rows."""
     cdef lanes zero = lanes_fill(0)
     cdef lanes wl = lanes_fill(weight[0]) if weight != NULL else zero
-    cdef lanes h, g, t
+    cdef lanes d, g, t
     cdef Py_ssize_t i = 0, part
     while i < n:
         part = min(n - i, <Py_ssize_t>LANES)
         if stream and i == 0 and values_to_line(<char*>dx, ST_REAL) > 0:
             # Whole cache lines only; dx may start inside one.
             part = min(part, values_to_line(<char*>dx, ST_REAL))
-        h = x_hat(lanes_load_part(x + i, part, zero), lanes_load(w.hi + i), lanes_load(w.lo + i), lanes_load(w.rstd + i), centered)
+        d = lanes_load_part(x + i, part, zero)
+        if centered:
+            d = lanes_sub(lanes_sub(d, lanes_load(w.hi + i)), lanes_load(w.lo + i))
         g = lanes_load_part(dy + i, part, zero)
-        lanes_store(products + i, lanes_mul(g, h))
-        t = dx_lanes(h, g, wl, lanes_load(w.rstd + i), lanes_load(w.c1 + i), lanes_load(w.c2 + i), centered, weight != NULL)
+        lanes_store(products + i, lanes_mul(g, lanes_mul(d, lanes_load(w.rstd + i))))
+        t = dx_lanes(d, g, wl, lanes_load(w.rstd + i), lanes_load(w.c1 + i), lanes_load(w.c2 + i), centered, weight != NULL)
         if stream and part == LANES:
             lanes_stream(dx + i, t)
         else:
@@ -132,7 +136,7 @@ cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* 
     cdef char* p
     cdef const real* dy_column
     cdef bint plain = v.type == ST_REAL and not v.swapped
-    cdef bint stream = j.stream and plain and <size_t>base % sizeof(real) == 0
+    cdef bint stream
     cdef real* dx
     cdef Py_ssize_t c, i
     memset(w.hi, 0, sizeof(w.hi))
@@ -150,6 +154,7 @@ cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* 
     for c in range(j.n_cols):
         p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
         dx = <real*>p if plain else w.out_column
+        stream = j.stream and plain and <size_t>p % sizeof(real) == 0
         dy_column = tile_column(&dy, c, 0)
         # dx may be dy: what dbias needs is added up first.
         if j.dbias_partial != NULL and j.centered:

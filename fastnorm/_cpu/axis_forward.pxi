@@ -14,7 +14,7 @@ cdef struct tile:
     const view* v
     const char* base       # row r at column 0
     Py_ssize_t r, n
-    real* columns          # [4, TILE], what is being looked at, where that cannot be in place
+    real* columns          # [8, TILE], what is being looked at, where that cannot be in place
 
 
 # The totals of one sum for every row of a tile.
@@ -28,8 +28,8 @@ cdef struct tile_scratch:
     real[16 * TILE] s      # [LANES, TILE]
     real[16 * TILE] q
     real[16 * TILE] p
-    real[4 * TILE] x_columns
-    real[4 * TILE] dy_columns
+    real[8 * TILE] x_columns
+    real[8 * TILE] dy_columns
     real[TILE + 16] out_column
     # Room for a lane group from any row.
     real[TILE + 16] hi
@@ -63,7 +63,7 @@ cdef inline tile open_tile(const view* v, Py_ssize_t r, Py_ssize_t n, real* colu
 
 
 cdef inline const real* tile_column(const tile* t, Py_ssize_t c, int slot) noexcept nogil:
-    """Column c of a tile. slot: which of the four columns in use."""
+    """Column c of a tile. slot: which of the eight columns in use."""
     cdef const view* v = t.v
     cdef const char* p = t.base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
     if v.type == ST_REAL and not v.swapped:
@@ -72,30 +72,20 @@ cdef inline const real* tile_column(const tile* t, Py_ssize_t c, int slot) noexc
     return t.columns + slot * TILE
 
 
-cdef inline void fold_tile(real* s, Py_ssize_t n) noexcept nogil:
-    """lanes_fold() of every row: s[:n] = the fold of s[0], s[TILE], ..., s[(LANES - 1) * TILE]."""
-    cdef Py_ssize_t i
-    cdef int half = LANES // 2, l
-    while half > 0:
-        for l in range(half):
-            i = 0
-            while i < n:
-                lanes_store(s + l * TILE + i, lanes_add(lanes_load(s + l * TILE + i), lanes_load(s + (l + half) * TILE + i)))
-                i += LANES
-        half //= 2
-
-
-cdef inline void fold_and_add(real* s, Py_ssize_t n, tile_totals* totals) noexcept nogil:
+cdef inline void fold_and_add(const real* s, Py_ssize_t n, tile_totals* totals) noexcept nogil:
     """total_add() of the folded sums of every row."""
-    cdef Py_ssize_t i
+    cdef double[16] folded
+    cdef Py_ssize_t i = 0, k
     cdef total t
-    fold_tile(s, n)
-    for i in range(n):
-        t.sum = totals.sum[i]
-        t.rest = totals.rest[i]
-        t = total_add(t, s[i])
-        totals.sum[i] = t.sum
-        totals.rest[i] = t.rest
+    while i < n:
+        lanes_fold_rows(s + i, TILE, folded)
+        for k in range(LANES):
+            t.sum = totals.sum[i + k]
+            t.rest = totals.rest[i + k]
+            t = total_add(t, folded[k])
+            totals.sum[i + k] = t.sum
+            totals.rest[i + k] = t.rest
+        i += LANES
 
 
 cdef inline double tile_total(const tile_totals* totals, Py_ssize_t i) noexcept nogil:
@@ -113,26 +103,24 @@ cdef inline lanes part_or(const real* a, Py_ssize_t i, Py_ssize_t n, lanes fill)
 cdef inline void tile_step(const tile* t, Py_ssize_t c, Py_ssize_t n_cols, const real* hi, bint centered, bint first,
                            real* s, real* q) noexcept nogil:
     """Add the columns c, c + LANES, ... of a step, one lane, as far as they exist. first: of a block."""
-    cdef lanes h, x0, x1, x2, x3, sum_d, sum_dd
-    cdef const real* a = tile_column(t, c, 0)
-    cdef const real* b = tile_column(t, c + LANES, 1) if c + LANES < n_cols else NULL
-    cdef const real* e = tile_column(t, c + 2 * LANES, 2) if c + 2 * LANES < n_cols else NULL
-    cdef const real* f = tile_column(t, c + 3 * LANES, 3) if c + 3 * LANES < n_cols else NULL
+    cdef in_real[8] columns
+    cdef lanes h, sum_d, sum_dd
+    cdef lanes[8] x
     cdef Py_ssize_t i = 0
+    cdef int k
+    for k in range(8):
+        columns[k] = tile_column(t, c + k * LANES, k) if c + k * LANES < n_cols else NULL
     while i < t.n:
         h = lanes_load(hi + i)
-        x0 = part_or(a, i, t.n, h)
-        x1 = part_or(b, i, t.n, h)
-        x2 = part_or(e, i, t.n, h)
-        x3 = part_or(f, i, t.n, h)
+        for k in range(8):
+            x[k] = part_or(columns[k], i, t.n, h)
+            if centered:
+                x[k] = lanes_sub(x[k], h)
         if centered:
-            x0 = lanes_sub(x0, h)
-            x1 = lanes_sub(x1, h)
-            x2 = lanes_sub(x2, h)
-            x3 = lanes_sub(x3, h)
-            sum_d = sum4(x0, x1, x2, x3)
+            sum_d = lanes_add(sum4(x[0], x[1], x[2], x[3]), sum4(x[4], x[5], x[6], x[7]))
             lanes_store(s + i, sum_d if first else lanes_add(lanes_load(s + i), sum_d))
-        sum_dd = sum4(square(x0), square(x1), square(x2), square(x3))
+        sum_dd = lanes_add(sum4(square(x[0]), square(x[1]), square(x[2]), square(x[3])),
+                           sum4(square(x[4]), square(x[5]), square(x[6]), square(x[7])))
         lanes_store(q + i, sum_dd if first else lanes_add(lanes_load(q + i), sum_dd))
         i += LANES
 
@@ -140,15 +128,16 @@ cdef inline void tile_step(const tile* t, Py_ssize_t c, Py_ssize_t n_cols, const
 cdef void tile_first_mean(const tile* t, Py_ssize_t n_cols, tile_scratch* w) noexcept nogil:
     """first_mean() of every row. d is x itself when hi is zero."""
     cdef Py_ssize_t i
-    cdef real count = <real>min(n_cols, <Py_ssize_t>STEP)
+    cdef Py_ssize_t count = min(n_cols, <Py_ssize_t>STEP)
     cdef int l
     memset(w.hi, 0, sizeof(w.hi))
     memset(w.s, 0, sizeof(w.s))
     for l in range(<int>min(n_cols, <Py_ssize_t>LANES)):
         tile_step(t, l, min(n_cols, <Py_ssize_t>STEP), w.hi, True, True, w.s + l * TILE, w.q + l * TILE)
-    fold_tile(w.s, t.n)
+    memset(&w.total_s, 0, sizeof(tile_totals))
+    fold_and_add(w.s, t.n, &w.total_s)
     for i in range(t.n):
-        w.hi[i] = w.s[i] / count
+        w.hi[i] = <real>(w.total_s.sum[i] / count)
 
 
 cdef void tile_sums(const tile* t, Py_ssize_t n_cols, bint centered, tile_scratch* w) noexcept nogil:
@@ -231,13 +220,14 @@ cdef void tile_apply(const job* j, const tile* x, tile_scratch* w) noexcept nogi
     cdef char* p
     cdef const real* column
     cdef bint plain = v.type == ST_REAL and not v.swapped
-    cdef bint stream = j.stream and plain and <size_t>base % sizeof(real) == 0
+    cdef bint stream
     cdef real* y
     cdef Py_ssize_t c
     for c in range(j.n_cols):
         column = tile_column(x, c, 0)
         p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
         y = <real*>p if plain else w.out_column
+        stream = j.stream and plain and <size_t>p % sizeof(real) == 0
         # The flag as a literal: two bodies, each without the branch.
         if j.centered:
             tile_apply_column(column, y, x.n, w, weight + c if weight != NULL else NULL,

@@ -10,7 +10,7 @@ cimport numpy as cnp
 
 from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
 from fastnorm._cpu.kernels cimport MAX_DIMS, job, kernels
-from fastnorm._cpu.row_norm cimport (STREAM_BYTES, add_chunks, bfloat16_number, open_contiguous, open_partials, run_backward,
+from fastnorm._cpu.row_norm cimport (STREAM_BYTES, bfloat16_number, finish_sums, open_contiguous, open_partials, run_backward,
                                      run_forward)
 
 cnp.import_array()
@@ -166,27 +166,16 @@ cdef object common_forward(object x, object weight, object bias, object eps, obj
     return (y, mean, rstd) if with_statistics else y
 
 
-cdef object round_row(const job* j, const double* sums, int type_num):
-    """dweight or dbias from its sums."""
+cdef inline cnp.ndarray new_row(const job* j, int type_num):
     cdef cnp.npy_intp n = j.n_cols
-    cdef cnp.ndarray a = cnp.PyArray_EMPTY(1, &n, type_num, 0)
-    cdef float* f = <float*>cnp.PyArray_DATA(a)
-    cdef double* d = <double*>cnp.PyArray_DATA(a)
-    cdef Py_ssize_t i
-    if type_num == cnp.NPY_FLOAT32:
-        for i in range(n):
-            f[i] = <float>sums[i]
-    else:
-        for i in range(n):
-            d[i] = sums[i]
-    return a
+    return cnp.PyArray_EMPTY(1, &n, type_num, 0)
 
 
 cdef object common_backward(object dy, object x, object mean, object rstd, object weight, bint param_grads, object out,
                             bint centered):
     cdef job j
     cdef const kernels* k = open_common(&j, x)
-    cdef cnp.ndarray xa, dx
+    cdef cnp.ndarray xa, dx, dweight = None, dbias = None
     cdef double* partials
     cdef int type_num, real_num
     if k == NULL:
@@ -224,11 +213,11 @@ cdef object common_backward(object dy, object x, object mean, object rstd, objec
             run_backward(k, &j)
             return dx, None, None
         run_backward(k, &j)
-        add_chunks(&j, k, j.dweight_partial)
-        dweight = round_row(&j, j.dweight_partial, real_num)
-        if not centered:
-            return dx, dweight, None
-        add_chunks(&j, k, j.dbias_partial)
-        return dx, dweight, round_row(&j, j.dbias_partial, real_num)
+        dweight = new_row(&j, real_num if weight is None else cnp.PyArray_TYPE(<cnp.ndarray>weight))
+        finish_sums(&j, k, j.dweight_partial, dweight)
+        if centered:
+            dbias = new_row(&j, cnp.PyArray_TYPE(<cnp.ndarray>dweight))
+            finish_sums(&j, k, j.dbias_partial, dbias)
+        return dx, dweight, dbias
     finally:
         free(partials)

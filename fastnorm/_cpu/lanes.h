@@ -1,12 +1,12 @@
 /* The canonical summation, defined once. docs/architecture.md states it in words.
  *
  *   lane    a lane group is 64 bytes of the arithmetic type: LANES = 16 float32 or 8 float64
- *   step    four lane groups in a row: element i of a step stands in lane i mod LANES
- *   block   sixteen steps: 4096 bytes, 1024 float32 or 512 float64
+ *   step    eight lane groups in a row: element i of a step stands in lane i mod LANES
+ *   block   eight steps: 4096 bytes, 1024 float32 or 512 float64
  *
- * One step adds (g0 + g1) + (g2 + g3) to each lane, one block is folded lane pair by lane pair
- * (distance LANES/2, ..., 2, 1), the blocks of a row are added in order in compensated double
- * (total_add). An element that does not exist counts as zero.
+ * One step adds ((g0 + g1) + (g2 + g3)) + ((g4 + g5) + (g6 + g7)) to each lane, one block is folded
+ * in double lane pair by lane pair (distance LANES/2, ..., 2, 1), the blocks of a row are added in
+ * order in compensated double (total_add). An element that does not exist counts as zero.
  *
  * Every processor level runs these same operations on the same operands: one 512-bit register,
  * two 256-bit ones, four 128-bit ones, or plain scalars. That is why the bits agree. Nothing here
@@ -32,8 +32,9 @@ typedef REAL real;
 
 enum {
     LANES = 64 / sizeof(real),
-    STEP = 4 * LANES,
-    BLOCK = 16 * STEP
+    HALF_STEP = 4 * LANES,
+    STEP = 2 * HALF_STEP,
+    BLOCK = 8 * STEP
 };
 
 #if defined(__GNUC__)
@@ -167,35 +168,45 @@ INLINE lanes lanes_load_part(const real *p, ptrdiff_t n, lanes fill) {
     return n >= LANES ? lanes_load(p) : n <= 0 ? fill : lanes_load_tail(p, n, fill);
 }
 
-/* Lane pairs at distance LANES/2, then half of that, down to one. */
-INLINE real lanes_fold(lanes a) {
-#if VEC_BYTES >= 16 && defined(__GNUC__)
-    /* Halve registers, then the register: scalars only for the last four lanes (two in double). */
-    UNROLLED for (int n = N_VECS / 2; n > 0; n /= 2)
-        UNROLLED for (int k = 0; k < n; k++) a.v[k] = a.v[k] + a.v[k + n];
-    typedef real vec16 __attribute__((vector_size(16)));
-  #if VEC_BYTES == 64
-    typedef real vec32 __attribute__((vector_size(32)));
-    union { vec v; vec32 h[2]; } u64 = {a.v[0]};
-    union { vec32 v; vec16 h[2]; } u32 = {u64.h[0] + u64.h[1]};
-    vec16 t = u32.h[0] + u32.h[1];
-  #elif VEC_BYTES == 32
-    union { vec v; vec16 h[2]; } u32 = {a.v[0]};
-    vec16 t = u32.h[0] + u32.h[1];
+/* a + b, and what that rounds away (Knuth). */
+INLINE double two_sum(double a, double b, double *rest) {
+    double s = a + b, z = s - a;
+    *rest = (a - (s - z)) + (b - z);
+    return s;
+}
+
+/* Eight doubles in pairs at distance 4, 2, 1. Where real is double, what the additions round away is
+ * added up in the same order and put back at the end. */
+INLINE double fold8(const double *x) {
+    double s[8], e[8], f;
+    for (int k = 0; k < 4; k++) s[k] = two_sum(x[k], x[k + 4], &e[k]);
+    for (int k = 0; k < 2; k++) { s[4 + k] = two_sum(s[k], s[k + 2], &f); e[4 + k] = (e[k] + e[k + 2]) + f; }
+    s[6] = two_sum(s[4], s[5], &f);
+    e[6] = (e[4] + e[5]) + f;
+    return sizeof(real) == 4 || !isfinite(s[6]) ? s[6] : s[6] + e[6];
+}
+
+/* In double, lane pairs at distance LANES/2, then half of that, down to one. */
+INLINE double lanes_fold(lanes a) {
+#if REAL_BYTES == 4 && defined(__AVX__)
+    /* fold8() in registers. Lane i and lane i + 8 meet in the widening. */
+  #if defined(__AVX512F__)
+    __m512 v = (__m512)a.v[0];
+    __m512d t = _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+    __m256d h = _mm256_add_pd(_mm512_castpd512_pd256(t), _mm512_extractf64x4_pd(t, 1));
   #else
-    vec16 t = a.v[0];
+    __m256 v = (__m256)a.v[0], w = (__m256)a.v[1];
+    __m256d h = _mm256_add_pd(
+        _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_castps256_ps128(w))),
+        _mm256_add_pd(_mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)), _mm256_cvtps_pd(_mm256_extractf128_ps(w, 1))));
   #endif
-    if (sizeof(real) == 4) {
-        union { vec16 v; real x[4]; } u = {t};
-        return (u.x[0] + u.x[2]) + (u.x[1] + u.x[3]);
-    }
-    return t[0] + t[1];
+    __m128d q = _mm_add_pd(_mm256_castpd256_pd128(h), _mm256_extractf128_pd(h, 1));
+    return q[0] + q[1];
 #else
-    real t[LANES];
-    lanes_store(t, a);
-    for (int n = LANES / 2; n > 0; n /= 2)
-        for (int k = 0; k < n; k++) t[k] = t[k] + t[k + n];
-    return t[0];
+    union { lanes l; real x[LANES]; } u = {a};
+    double x[8];
+    for (int k = 0; k < 8; k++) x[k] = sizeof(real) == 4 ? (double)u.x[k] + (double)u.x[k + LANES / 2] : (double)u.x[k];
+    return fold8(x);
 #endif
 }
 
@@ -207,6 +218,16 @@ INLINE total total_add(total t, double a) {
     t.rest += (t.sum - (s - z)) + (a - z);
     t.sum = s;
     return t;
+}
+
+/* lanes_fold() of LANES rows at once: lane l of row i is s[l * distance + i]. OUT out */
+INLINE void lanes_fold_rows(const real *s, ptrdiff_t distance, double *out) {
+    double t[LANES][8];
+    for (int l = 0; l < 8; l++)
+        for (int i = 0; i < LANES; i++)
+            t[i][l] = sizeof(real) == 4 ? (double)s[l * distance + i] + (double)s[(l + LANES / 2) * distance + i]
+                                        : (double)s[l * distance + i];
+    for (int i = 0; i < LANES; i++) out[i] = fold8(t[i]);
 }
 
 /* When sum + rest would be NaN although sum is infinite, sum alone says it. */
@@ -249,6 +270,33 @@ INLINE void lanes_add_wide(double *sums, ptrdiff_t n, lanes a) {
         if (sizeof(real) == 8) sums[n + k] += t.rest;
     }
 #endif
+}
+
+/* a * b, and what that rounds away (Dekker: halves of 26 bits). */
+static inline double two_product(double a, double b, double *rest) {
+    double c = a * 134217729.0, ah = c - (c - a), al = a - ah;
+    double d = b * 134217729.0, bh = d - (d - b), bl = b - bh;
+    double p = a * b;
+    *rest = ((ah * bh - p) + ah * bl + al * bh) + al * bl;
+    return p;
+}
+
+/* 1 / sqrt(a). Where real is double, better than the two operations round: one Newton step with an exact residual. */
+static inline double reciprocal_root(double a) {
+    double r = 1.0 / sqrt(a), pe, qe;
+    if (sizeof(real) == 4 || !(1e-100 < a && a < 1e100)) return r;
+    double p = two_product(r, r, &pe);
+    double q = two_product(a, p, &qe);
+    return r + 0.5 * r * (((1.0 - q) - qe) - a * pe);
+}
+
+/* r * r * (a / n), likewise. */
+static inline double scaled_mean(double r, double a, double n) {
+    double q = a / n, plain = r * r * q, pe, te, ke;
+    if (sizeof(real) == 4) return plain;
+    double p = two_product(r, r, &pe), t = two_product(q, n, &te), k = two_product(p, q, &ke);
+    double better = k + (ke + p * (((a - t) - te) / n) + pe * q);
+    return isfinite(better) ? better : plain;
 }
 
 /* mean(d*d) + eps below this may have lost bits to underflow: such rows are scaled and done again.

@@ -19,51 +19,51 @@ cdef struct gradient_row:
     real hi, lo, rstd, c1, c2
 
 
+cdef inline void gradient_half_step(const char* x, const char* dy, const real* w, Py_ssize_t i, Py_ssize_t n, lanes hi,
+                                    bint centered, int type, lanes* sum_d, lanes* sum_wdy, lanes* sum_wdy_d) noexcept nogil:
+    """The sums of d, wdy and wdy * d of four lane groups from i on, of which n values exist: the rest has d = 0 and wdy = 0."""
+    cdef lanes zero = lanes_fill(0)
+    cdef lanes a = lanes_load_part_as(x, i, n, hi, type)
+    cdef lanes b = lanes_load_part_as(x, i + LANES, n - LANES, hi, type)
+    cdef lanes c = lanes_load_part_as(x, i + 2 * LANES, n - 2 * LANES, hi, type)
+    cdef lanes d = lanes_load_part_as(x, i + 3 * LANES, n - 3 * LANES, hi, type)
+    cdef lanes ga = lanes_load_part_as(dy, i, n, zero, type)
+    cdef lanes gb = lanes_load_part_as(dy, i + LANES, n - LANES, zero, type)
+    cdef lanes gc = lanes_load_part_as(dy, i + 2 * LANES, n - 2 * LANES, zero, type)
+    cdef lanes gd = lanes_load_part_as(dy, i + 3 * LANES, n - 3 * LANES, zero, type)
+    if w != NULL:
+        ga = lanes_mul(ga, lanes_load_part(w + i, n, zero))
+        gb = lanes_mul(gb, lanes_load_part(w + i + LANES, n - LANES, zero))
+        gc = lanes_mul(gc, lanes_load_part(w + i + 2 * LANES, n - 2 * LANES, zero))
+        gd = lanes_mul(gd, lanes_load_part(w + i + 3 * LANES, n - 3 * LANES, zero))
+    if centered:
+        a = lanes_sub(a, hi)
+        b = lanes_sub(b, hi)
+        c = lanes_sub(c, hi)
+        d = lanes_sub(d, hi)
+        sum_d[0] = sum4(a, b, c, d)
+        sum_wdy[0] = sum4(ga, gb, gc, gd)
+    sum_wdy_d[0] = sum4(lanes_mul(ga, a), lanes_mul(gb, b), lanes_mul(gc, c), lanes_mul(gd, d))
+
+
 cdef inline void block_gradient_sums(const char* x, const char* dy, const real* w, Py_ssize_t n, real hi, bint centered,
-                                     int type, real* sum_d, real* sum_wdy, real* sum_wdy_d) noexcept nogil:
+                                     int type, double* sum_d, double* sum_wdy, double* sum_wdy_d) noexcept nogil:
     """OUT: the folded sums of d, wdy and wdy * d over one block."""
     cdef lanes h = lanes_fill(hi), zero = lanes_fill(0)
     cdef lanes s = zero, g = zero, p = zero
-    cdef lanes a, b, c, d, ga, gb, gc, gd
+    cdef lanes s0 = zero, s1 = zero, g0 = zero, g1 = zero, p0, p1
     cdef Py_ssize_t i = 0
     while i < n:
         if i + STEP <= n:
-            a = lanes_load_as(x, i, type)
-            b = lanes_load_as(x, i + LANES, type)
-            c = lanes_load_as(x, i + 2 * LANES, type)
-            d = lanes_load_as(x, i + 3 * LANES, type)
-            ga = lanes_load_as(dy, i, type)
-            gb = lanes_load_as(dy, i + LANES, type)
-            gc = lanes_load_as(dy, i + 2 * LANES, type)
-            gd = lanes_load_as(dy, i + 3 * LANES, type)
-            if w != NULL:
-                ga = lanes_mul(ga, lanes_load(w + i))
-                gb = lanes_mul(gb, lanes_load(w + i + LANES))
-                gc = lanes_mul(gc, lanes_load(w + i + 2 * LANES))
-                gd = lanes_mul(gd, lanes_load(w + i + 3 * LANES))
+            gradient_half_step(x, dy, w, i, HALF_STEP, h, centered, type, &s0, &g0, &p0)
+            gradient_half_step(x, dy, w, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &g1, &p1)
         else:
-            # What is missing of the last step has d = 0 and wdy = 0.
-            a = lanes_load_part_as(x, i, n - i, h, type)
-            b = lanes_load_part_as(x, i + LANES, n - i - LANES, h, type)
-            c = lanes_load_part_as(x, i + 2 * LANES, n - i - 2 * LANES, h, type)
-            d = lanes_load_part_as(x, i + 3 * LANES, n - i - 3 * LANES, h, type)
-            ga = lanes_load_part_as(dy, i, n - i, zero, type)
-            gb = lanes_load_part_as(dy, i + LANES, n - i - LANES, zero, type)
-            gc = lanes_load_part_as(dy, i + 2 * LANES, n - i - 2 * LANES, zero, type)
-            gd = lanes_load_part_as(dy, i + 3 * LANES, n - i - 3 * LANES, zero, type)
-            if w != NULL:
-                ga = lanes_mul(ga, lanes_load_part(w + i, n - i, zero))
-                gb = lanes_mul(gb, lanes_load_part(w + i + LANES, n - i - LANES, zero))
-                gc = lanes_mul(gc, lanes_load_part(w + i + 2 * LANES, n - i - 2 * LANES, zero))
-                gd = lanes_mul(gd, lanes_load_part(w + i + 3 * LANES, n - i - 3 * LANES, zero))
+            gradient_half_step(x, dy, w, i, n - i, h, centered, type, &s0, &g0, &p0)
+            gradient_half_step(x, dy, w, i + HALF_STEP, n - i - HALF_STEP, h, centered, type, &s1, &g1, &p1)
         if centered:
-            a = lanes_sub(a, h)
-            b = lanes_sub(b, h)
-            c = lanes_sub(c, h)
-            d = lanes_sub(d, h)
-            s = lanes_add(s, sum4(a, b, c, d))
-            g = lanes_add(g, sum4(ga, gb, gc, gd))
-        p = lanes_add(p, sum4(lanes_mul(ga, a), lanes_mul(gb, b), lanes_mul(gc, c), lanes_mul(gd, d)))
+            s = lanes_add(s, lanes_add(s0, s1))
+            g = lanes_add(g, lanes_add(g0, g1))
+        p = lanes_add(p, lanes_add(p0, p1))
         i += STEP
     if centered:
         sum_d[0] = lanes_fold(s)
@@ -77,7 +77,8 @@ cdef inline void settle_gradient(double sum_d, double sum_wdy, double sum_wdy_d,
     cdef double wdy = sum_wdy if centered else 0
     lo[0] = <real>mean_d
     c2[0] = <real>(wdy / n_cols)
-    c1[0] = <real>(rstd * (sum_wdy_d - mean_d * wdy) / n_cols)
+    # rstd * c1, to be multiplied by x - mean: a rounding less than x_hat * c1.
+    c1[0] = <real>scaled_mean(rstd, sum_wdy_d - mean_d * wdy, <double>n_cols)
 
 
 cdef inline void open_gradient_row(const job* j, Py_ssize_t r, real* x_buffer, real* dy_buffer, gradient_row* row) noexcept nogil:
@@ -91,7 +92,7 @@ cdef inline void open_gradient_row(const job* j, Py_ssize_t r, real* x_buffer, r
 
 cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centered, int type) noexcept nogil:
     cdef in_real w = <in_real>j.weight
-    cdef real a = 0, b = 0, c = 0
+    cdef double a = 0, b = 0, c = 0
     cdef total d, wdy, wdy_d
     cdef Py_ssize_t c0 = 0, n
     d.sum = d.rest = wdy.sum = wdy.rest = wdy_d.sum = wdy_d.rest = 0
@@ -107,12 +108,12 @@ cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centere
                     &row.lo, &row.c1, &row.c2)
 
 
-cdef inline lanes dx_lanes(lanes x_hat, lanes dy, lanes w, lanes rstd, lanes c1, lanes c2, bint centered,
+cdef inline lanes dx_lanes(lanes d, lanes dy, lanes w, lanes rstd, lanes c1, lanes c2, bint centered,
                            bint weighted) noexcept nogil:
     cdef lanes wdy = lanes_mul(dy, w) if weighted else dy
     if centered:
         wdy = lanes_sub(wdy, c2)
-    return lanes_mul(lanes_sub(wdy, lanes_mul(x_hat, c1)), rstd)
+    return lanes_mul(lanes_sub(wdy, lanes_mul(d, c1)), rstd)
 
 
 cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows,
@@ -122,17 +123,18 @@ cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, con
     cdef lanes zero = lanes_fill(0)
     cdef lanes wl = lanes_load_part(w + i, n, zero) if w != NULL else zero
     cdef lanes dw = zero, db = zero
-    cdef lanes g, h
+    cdef lanes g, d
     cdef lanes[GROUP] t
     cdef int k
     # All loads before all stores: rows a multiple of 4 KiB apart look alike to the processor, which
     # would hold a load back until the store before it is done.
     for k in range(n_rows):
         g = lanes_load_part_as(dy[k], i, n, zero, type)
-        h = x_hat(lanes_load_part_as(x[k], i, n, lanes_fill(rows[k].hi), type), lanes_fill(rows[k].hi),
-                  lanes_fill(rows[k].lo), lanes_fill(rows[k].rstd), centered)
-        dw = lanes_add(dw, lanes_mul(g, h))
-        t[k] = dx_lanes(h, g, wl, lanes_fill(rows[k].rstd), lanes_fill(rows[k].c1), lanes_fill(rows[k].c2), centered, w != NULL)
+        d = lanes_load_part_as(x[k], i, n, lanes_fill(rows[k].hi), type)
+        if centered:
+            d = lanes_sub(lanes_sub(d, lanes_fill(rows[k].hi)), lanes_fill(rows[k].lo))
+        dw = lanes_add(dw, lanes_mul(g, lanes_mul(d, lanes_fill(rows[k].rstd))))
+        t[k] = dx_lanes(d, g, wl, lanes_fill(rows[k].rstd), lanes_fill(rows[k].c1), lanes_fill(rows[k].c2), centered, w != NULL)
         if centered:
             db = lanes_add(db, g)
     for k in range(n_rows):
@@ -272,7 +274,7 @@ cdef void piece_gradient_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_
     cdef in_real w = <in_real>j.weight
     cdef block[2] buffers
     cdef gradient_row row
-    cdef real a = 0, b = 0, c = 0
+    cdef double a = 0, b = 0, c = 0
     cdef Py_ssize_t k, c0, n
     open_gradient_row(j, r, buffers[0].v, buffers[1].v, &row)
     for k in range(block0, block1):

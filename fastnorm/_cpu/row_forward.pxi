@@ -7,17 +7,6 @@ row's memory (in place, strided, 16-bit, byte-swapped, scaled) come through load
 one numeric body.
 """
 
-cdef inline real first_mean(const char* x, Py_ssize_t n_cols, int type) noexcept nogil:
-    """hi: the mean of the first step. Near the mean for most rows; settle() notices when not."""
-    cdef lanes zero = lanes_fill(0)
-    cdef real s = lanes_fold(sum4(lanes_load_part_as(x, 0, n_cols, zero, type),
-                                  lanes_load_part_as(x, LANES, n_cols - LANES, zero, type),
-                                  lanes_load_part_as(x, 2 * LANES, n_cols - 2 * LANES, zero, type),
-                                  lanes_load_part_as(x, 3 * LANES, n_cols - 3 * LANES, zero, type)))
-    # The same bits: a step is a power of two.
-    return s * (<real>1 / STEP) if n_cols >= STEP else s / <real>n_cols
-
-
 cdef inline lanes sum4(lanes a, lanes b, lanes c, lanes d) noexcept nogil:
     return lanes_add(lanes_add(a, b), lanes_add(c, d))
 
@@ -26,39 +15,52 @@ cdef inline lanes square(lanes a) noexcept nogil:
     return lanes_mul(a, a)
 
 
-cdef inline void block_sums(const char* x, Py_ssize_t n, real hi, bint centered, int type, real* sum_d, real* sum_dd) noexcept nogil:
+cdef inline void half_step(const char* x, Py_ssize_t i, Py_ssize_t n, lanes hi, bint centered, int type,
+                           lanes* sum_d, lanes* sum_dd) noexcept nogil:
+    """The sums of d and d*d of four lane groups from i on, of which n values exist: the rest is hi, so that its d is zero."""
+    cdef lanes a = lanes_load_part_as(x, i, n, hi, type)
+    cdef lanes b = lanes_load_part_as(x, i + LANES, n - LANES, hi, type)
+    cdef lanes c = lanes_load_part_as(x, i + 2 * LANES, n - 2 * LANES, hi, type)
+    cdef lanes d = lanes_load_part_as(x, i + 3 * LANES, n - 3 * LANES, hi, type)
+    if centered:
+        a = lanes_sub(a, hi)
+        b = lanes_sub(b, hi)
+        c = lanes_sub(c, hi)
+        d = lanes_sub(d, hi)
+        sum_d[0] = sum4(a, b, c, d)
+    sum_dd[0] = sum4(square(a), square(b), square(c), square(d))
+
+
+cdef inline real first_mean(const char* x, Py_ssize_t n_cols, int type) noexcept nogil:
+    """hi: the mean of the first step. Near the mean for most rows; settle() notices when not."""
+    cdef lanes zero = lanes_fill(0)
+    cdef lanes a, b, unused
+    # About zero, d is x itself.
+    half_step(x, 0, n_cols, zero, True, type, &a, &unused)
+    half_step(x, HALF_STEP, n_cols - HALF_STEP, zero, True, type, &b, &unused)
+    return <real>(lanes_fold(lanes_add(a, b)) / min(n_cols, <Py_ssize_t>STEP))
+
+
+cdef inline void block_sums(const char* x, Py_ssize_t n, real hi, bint centered, int type, double* sum_d, double* sum_dd) noexcept nogil:
     """OUT sum_d, sum_dd: the folded sums of d and d*d over one block."""
     cdef lanes h = lanes_fill(hi)
     cdef lanes s = lanes_fill(0)
     cdef lanes q = s
-    cdef lanes a, b, c, d
+    cdef lanes s0 = s, s1 = s, q0, q1
     cdef Py_ssize_t i = 0
     while i + STEP <= n:
-        a = lanes_load_as(x, i, type)
-        b = lanes_load_as(x, i + LANES, type)
-        c = lanes_load_as(x, i + 2 * LANES, type)
-        d = lanes_load_as(x, i + 3 * LANES, type)
+        half_step(x, i, HALF_STEP, h, centered, type, &s0, &q0)
+        half_step(x, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &q1)
         if centered:
-            a = lanes_sub(a, h)
-            b = lanes_sub(b, h)
-            c = lanes_sub(c, h)
-            d = lanes_sub(d, h)
-            s = lanes_add(s, sum4(a, b, c, d))
-        q = lanes_add(q, sum4(square(a), square(b), square(c), square(d)))
+            s = lanes_add(s, lanes_add(s0, s1))
+        q = lanes_add(q, lanes_add(q0, q1))
         i += STEP
     if i < n:
-        # What is missing of the last step is hi, so that its d is zero.
-        a = lanes_load_part_as(x, i, n - i, h, type)
-        b = lanes_load_part_as(x, i + LANES, n - i - LANES, h, type)
-        c = lanes_load_part_as(x, i + 2 * LANES, n - i - 2 * LANES, h, type)
-        d = lanes_load_part_as(x, i + 3 * LANES, n - i - 3 * LANES, h, type)
+        half_step(x, i, n - i, h, centered, type, &s0, &q0)
+        half_step(x, i + HALF_STEP, n - i - HALF_STEP, h, centered, type, &s1, &q1)
         if centered:
-            a = lanes_sub(a, h)
-            b = lanes_sub(b, h)
-            c = lanes_sub(c, h)
-            d = lanes_sub(d, h)
-            s = lanes_add(s, sum4(a, b, c, d))
-        q = lanes_add(q, sum4(square(a), square(b), square(c), square(d)))
+            s = lanes_add(s, lanes_add(s0, s1))
+        q = lanes_add(q, lanes_add(q0, q1))
     if centered:
         sum_d[0] = lanes_fold(s)
     sum_dd[0] = lanes_fold(q)
@@ -80,7 +82,7 @@ cdef inline int settle(double s, double q, Py_ssize_t n_cols, double eps, bint c
     scale = variance + eps
     lo[0] = <real>shift
     mean[0] = hi[0] + shift
-    rstd[0] = 1.0 / sqrt(scale)
+    rstd[0] = reciprocal_root(scale)
     if not (TINY_SQUARE <= scale < INFINITY):
         return RESCUE
     return SETTLED
@@ -88,7 +90,7 @@ cdef inline int settle(double s, double q, Py_ssize_t n_cols, double eps, bint c
 
 cdef inline void row_sums(const source* src, Py_ssize_t n_cols, real hi, bint centered, bint again, int type,
                           double* s, double* q) noexcept nogil:
-    cdef real a = 0, b = 0
+    cdef double a = 0, b = 0
     cdef total ts, tq
     cdef Py_ssize_t c0 = 0, n
     while True:
@@ -250,8 +252,8 @@ cdef void rescue(const job* j, Py_ssize_t r) noexcept nogil:
     if j.centered:
         row.hi = first_mean(load_block(&row.src, 0, min(<Py_ssize_t>BLOCK, j.n_cols), False, ST_REAL), j.n_cols, ST_REAL)
     sum_and_settle(&row.src, j.n_cols, eps, j.centered, False, ST_REAL, &row.hi, &row.lo, &mean, &rstd)
-    # A constant row and eps = 0: x_hat is zero, not 0 * inf.
-    row.rstd = <real>rstd if not finite or isfinite(rstd) else 0
+    # A constant row whose eps is zero, or is with the scale: x_hat is zero, not 0 * inf.
+    row.rstd = <real>rstd if not finite or isfinite(<double><real>rstd) else 0
     c0 = 0
     while c0 < j.n_cols:
         row_apply(j, &row, c0, min(<Py_ssize_t>BLOCK, j.n_cols - c0), j.centered, ST_REAL, y_buffer.v)
@@ -375,7 +377,7 @@ cdef void piece_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t b
     cdef block buffer
     cdef source src = open_row(&j.x, r, buffer.v, False)
     cdef Py_ssize_t k, c0, n
-    cdef real a, b
+    cdef double a, b
     for k in range(block0, block1):
         c0 = k * BLOCK
         n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)

@@ -1,4 +1,6 @@
 """What the early exit for the common case shares with the wing."""
+cimport numpy as cnp
+
 from fastnorm._cpu.kernels cimport job, kernels, view
 
 cdef Py_ssize_t STREAM_BYTES
@@ -7,4 +9,4 @@ cdef void open_contiguous(view* v, void* data, int type, Py_ssize_t n_rows, Py_s
 cdef int run_forward(const kernels* k, const job* j) except -1
 cdef int run_backward(const kernels* k, const job* j) except -1
 cdef double* open_partials(job* j, const kernels* k) except NULL
-cdef void add_chunks(const job* j, const kernels* k, double* partials) noexcept nogil
+cdef int finish_sums(const job* j, const kernels* k, double* partials, cnp.ndarray out) except -1

@@ -3,7 +3,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cython.parallel cimport prange
 from libc.stdlib cimport malloc, free
 from libc.math cimport isfinite
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 cimport numpy as cnp
 
 from fastnorm._cpu.kernels cimport backward_kernel, forward_kernel, job, kernels, row_statistics, view
@@ -22,6 +22,7 @@ cdef extern from "storage.h":
     enum:
         ST_FLOAT16, ST_BFLOAT16, ST_FLOAT32, ST_FLOAT64
         ST_BOOL, ST_INT8, ST_UINT8, ST_INT16, ST_UINT16, ST_INT32, ST_UINT32, ST_INT64, ST_UINT64
+    void store_doubles(char* p, int type, Py_ssize_t n, const double* a) nogil
 
 # The type number of bfloat16, known once the first such array was checked. It is NumPy's to give out.
 cdef int bfloat16_seen = -1
@@ -400,6 +401,15 @@ cdef void add_chunks(const job* j, const kernels* k, double* partials) noexcept 
                 sums[i] += rest[i]
 
 
+cdef int finish_sums(const job* j, const kernels* k, double* partials, cnp.ndarray out) except -1:
+    """dweight or dbias from its partial sums."""
+    cdef int type = storage_type(out)
+    with nogil:
+        add_chunks(j, k, partials)
+        store_doubles(<char*>cnp.PyArray_DATA(out), type, j.n_cols, partials)
+    return 0
+
+
 def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, mean, cnp.ndarray rstd, cnp.ndarray dx,
                       dweight, dbias, bint centered):
     """Fill dx, dweight and dbias. fastnorm._backend has the contract of all wings."""
@@ -417,10 +427,8 @@ def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, mean, c
             run_backward(k, &j)
             return
         run_backward(k, &j)
-        add_chunks(&j, k, j.dweight_partial)
-        memcpy(data_or_null(dweight), j.dweight_partial, j.n_cols * sizeof(double))
+        finish_sums(&j, k, j.dweight_partial, dweight)
         if dbias is not None:
-            add_chunks(&j, k, j.dbias_partial)
-            memcpy(data_or_null(dbias), j.dbias_partial, j.n_cols * sizeof(double))
+            finish_sums(&j, k, j.dbias_partial, dbias)
     finally:
         free(partials)

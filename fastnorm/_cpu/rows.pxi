@@ -20,6 +20,7 @@ cdef extern from "lanes.h" nogil:
         double sum, rest
     enum:
         LANES
+        HALF_STEP
         STEP
         BLOCK
     double TINY_SQUARE
@@ -33,7 +34,10 @@ cdef extern from "lanes.h" nogil:
     lanes lanes_add(lanes a, lanes b)
     lanes lanes_sub(lanes a, lanes b)
     lanes lanes_mul(lanes a, lanes b)
-    real lanes_fold(lanes a)
+    double lanes_fold(lanes a)
+    void lanes_fold_rows(const real* s, Py_ssize_t distance, double* out)
+    double reciprocal_root(double a)
+    double scaled_mean(double r, double a, double n)
     total total_add(total t, double a)
     double total_value(total t)
     void lanes_add_wide(double* sums, Py_ssize_t n, lanes a)

@@ -194,6 +194,17 @@ static inline void stream_bytes(char *q, const char *p, ptrdiff_t n) {
     memcpy(q, p, n);
 }
 
+/* Sums in double to contiguous native values, rounded once. IN a, n, type; OUT p */
+static inline void store_doubles(char *p, int type, ptrdiff_t n, const double *a) {
+    for (ptrdiff_t i = 0; i < n; i++)
+        switch (type) {
+        case ST_FLOAT16: ((uint16_t *)p)[i] = half_of_float(float_to_odd(a[i])); break;
+        case ST_BFLOAT16: ((uint16_t *)p)[i] = bfloat16_of_float(float_to_odd(a[i])); break;
+        case ST_FLOAT32: ((float *)p)[i] = (float)a[i]; break;
+        default: ((double *)p)[i] = a[i];
+        }
+}
+
 /* ----------------------------------------------------------------------------------------------
  * The same for one lane group in registers, for contiguous native arrays: real itself, and 16-bit
  * types where this level converts whole registers. type is a literal at every call, p is the start
