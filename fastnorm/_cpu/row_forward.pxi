@@ -284,8 +284,7 @@ cdef inline void row_sweep(const job* j, Py_ssize_t r, forward_row* row, bint ce
 
 cdef inline void group_forward(const job* j, Py_ssize_t r, int n_rows, bint centered, int type, bint resident,
                                real* x_buffer, real* y_buffer) noexcept nogil:
-    """Rows side by side: each block of weight and bias is fetched once for all of them, and none waits
-    for the square root of another."""
+    """Rows side by side: none waits for the square root of another."""
     cdef forward_row[GROUP] rows
     cdef Py_ssize_t c0 = 0
     cdef int k
@@ -305,9 +304,8 @@ cdef inline void rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, bint c
     cdef bint contiguous = is_contiguous(&j.x)
     # Strided rows are loaded once and kept; contiguous ones are cheap to load again from the cache.
     cdef bint resident = j.n_cols <= BLOCK or (not contiguous and j.n_cols <= RESIDENT * BLOCK)
-    cdef int group = GROUP
-    if GROUP * j.n_cols * j.x.itemsize > GROUP_BYTES or not (in_place(&j.x, type) or (contiguous and j.n_cols > BLOCK)):
-        group = 1
+    # Longer rows keep the processor busy alone, and reads and writes of memory overlap better row by row.
+    cdef int group = GROUP if in_place(&j.x, type) and j.n_cols * j.x.itemsize <= SHORT_BYTES else 1
     while r0 < r1:
         group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), centered, type, resident, x_buffer[0].v, y_buffer.v)
         r0 += group

@@ -64,8 +64,8 @@ cdef extern from "storage.h" nogil:
 
 cdef enum:
     RESIDENT = 8       # blocks of a row that is loaded once and kept, if it cannot be read in place
-    GROUP = 4          # rows side by side, so that they share weight, bias, dweight and dbias
-    GROUP_BYTES = 1 << 18   # of x that such rows may take, to stay in the cache for the second sweep
+    GROUP = 4          # rows side by side; in backward they share the accumulators of dweight and dbias
+    SHORT_BYTES = 1024 # rows up to which forward takes several side by side
     TRANSPOSED_BYTES = 1 << 20   # of rows that are loaded together
     SETTLED = 0
     RECENTRE = 1
