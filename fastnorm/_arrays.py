@@ -119,11 +119,11 @@ def output(name, out, x, dtype, wing):
     if backend_of(name, out) is not wing:
         raise TypeError(f"{name}: {type(out).__qualname__} does not mix with the kind of array that x is")
     if not _types(out.dtype)[1]:
-        raise TypeError(f"{name}: cannot cast the result from {dtype!r} to {out.dtype!r} with casting rule 'same_kind'; "
-                        f"expected {', '.join(FLOATS)}")
+        raise TypeError(f"{name}: cannot cast the result from {dtype!r} to {out.dtype!r} with casting rule "
+                        f"'same_kind'; expected {', '.join(FLOATS)}")
     if out.shape != x.shape:
         raise ValueError(f"{name}: shape {out.shape}, but x has shape {x.shape}")
-    if not getattr(out, "flags", None).writeable:
+    if not out.flags.writeable:
         raise ValueError(f"{name}: output array is read-only")
     return out
 

@@ -63,6 +63,7 @@ def _cupy():
         return None, []
     try:
         runtime = cupy.cuda.runtime
-        return cupy.__version__, [runtime.getDeviceProperties(k)["name"].decode() for k in range(runtime.getDeviceCount())]
+        devices = range(runtime.getDeviceCount())
+        return cupy.__version__, [runtime.getDeviceProperties(k)["name"].decode() for k in devices]
     except Exception:
         return cupy.__version__, []

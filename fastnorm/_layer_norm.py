@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def layer_norm(x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, *,
-               axis: int | tuple[int, ...] | None = -1, eps: float = 1e-5, out: NDArray[Any] | None = None) -> NDArray[Any]:
+               axis: int | tuple[int, ...] | None = -1, eps: float = 1e-5,
+               out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Layer normalization: ``(x - mean) / sqrt(var + eps) * weight + bias`` along `axis`.
 
     Parameters

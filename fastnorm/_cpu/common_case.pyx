@@ -206,13 +206,11 @@ cdef object common_backward(object dy, object x, object mean, object rstd, objec
     j.dy.data = <char*>data(dy)
     j.dx.data = <char*>cnp.PyArray_DATA(dx)
     j.stream = cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and j.dx.data != j.x.data and j.dx.data != j.dy.data
-    partials = open_partials(&j, k)
+    partials = open_partials(&j, k, param_grads)
     try:
-        if not param_grads:
-            j.dweight_partial = j.dbias_partial = NULL
-            run_backward(k, &j)
-            return dx, None, None
         run_backward(k, &j)
+        if not param_grads:
+            return dx, None, None
         dweight = new_row(&j, real_num if weight is None else cnp.PyArray_TYPE(<cnp.ndarray>weight))
         finish_sums(&j, k, j.dweight_partial, dweight)
         if centered:

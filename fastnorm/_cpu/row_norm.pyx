@@ -361,18 +361,23 @@ cdef int run_backward(const kernels* k, const job* j) except -1:
     return 0
 
 
-cdef double* open_partials(job* j, const kernels* k) except NULL:
-    """Chunks of rows, by the shape alone, and zeroed partial sums for them; the caller frees them."""
-    cdef Py_ssize_t lanes = 64 // real_size(k), size
+cdef double* open_partials(job* j, const kernels* k, bint param_grads) except NULL:
+    """Chunks of rows, by the shape alone, and zeroed partial sums for them if wanted; the caller frees them."""
+    cdef Py_ssize_t lanes = 64 // real_size(k), size, count
     cdef double* partials
     j.rows_per_chunk = (max(MIN_CHUNK, (j.n_rows + MAX_CHUNKS - 1) // MAX_CHUNKS) + 3) // 4 * 4
     # Room for a whole lane group from any column.
     j.partial_cols = (j.n_cols + lanes - 1) // lanes * lanes + lanes
+    j.dweight_partial = j.dbias_partial = NULL
+    if not param_grads:
+        return allocate(1)
     size = n_chunks(j) * j.partial_cols * real_size(k) // 4
-    partials = allocate(2 * size)
-    memset(partials, 0, 2 * size * sizeof(double))
+    count = 2 * size if j.centered else size
+    partials = allocate(count)
+    memset(partials, 0, count * sizeof(double))
     j.dweight_partial = partials
-    j.dbias_partial = partials + size
+    if j.centered:
+        j.dbias_partial = partials + size
     return partials
 
 
@@ -415,19 +420,16 @@ def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, mean, c
     """Fill dx, dweight and dbias. fastnorm._backend has the contract of all wings."""
     cdef job j
     cdef const kernels* k = open_job(&j, x, n_axes, weight, rstd, 0.0, centered)
-    cdef double* partials = open_partials(&j, k)
+    cdef double* partials = open_partials(&j, k, dweight is not None)
     try:
         j.mean = data_or_null(mean)
         open_view(&j.dy, dy, n_axes)
         open_view(&j.dx, dx, n_axes)
         j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(x)
                     and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(dy))
-        if dweight is None:
-            j.dweight_partial = j.dbias_partial = NULL
-            run_backward(k, &j)
-            return
         run_backward(k, &j)
-        finish_sums(&j, k, j.dweight_partial, dweight)
+        if dweight is not None:
+            finish_sums(&j, k, j.dweight_partial, dweight)
         if dbias is not None:
             finish_sums(&j, k, j.dbias_partial, dbias)
     finally:
