@@ -115,7 +115,8 @@ def test_the_source_archive_builds_away_from_the_checkout(checkout, tmp_path):
     [archive] = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = tar.getnames()
-        tar.extractall(tmp_path, filter="data")
+    # The command, not the module: what extractall warns about depends on the version of Python.
+    subprocess.run(["tar", "-xzf", str(archive), "-C", str(tmp_path)], check=True)
     sources = {
         str(p.relative_to(ROOT))
         for p in PACKAGE.rglob("*")
