@@ -205,7 +205,8 @@ cdef object common_backward(object dy, object x, object mean, object rstd, objec
     j.dy = j.dx = j.x
     j.dy.data = <char*>data(dy)
     j.dx.data = <char*>cnp.PyArray_DATA(dx)
-    j.stream = cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and j.dx.data != j.x.data and j.dx.data != j.dy.data
+    # As in row_norm_backward.
+    j.stream = cnp.PyArray_NBYTES(dx) >= STREAM_BYTES // 4 and j.dx.data != j.x.data and j.dx.data != j.dy.data
     partials = open_partials(&j, k, param_grads)
     try:
         run_backward(k, &j)

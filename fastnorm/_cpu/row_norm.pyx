@@ -425,7 +425,8 @@ def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, mean, c
         j.mean = data_or_null(mean)
         open_view(&j.dy, dy, n_axes)
         open_view(&j.dx, dx, n_axes)
-        j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(x)
+        # Three arrays instead of two, and far more room for prefetching: worth it from a quarter of the size.
+        j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES // 4 and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(x)
                     and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(dy))
         run_backward(k, &j)
         if dweight is not None:
