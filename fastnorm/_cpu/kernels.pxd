@@ -45,8 +45,8 @@ cdef struct row_statistics:
     double hi, lo, rstd    # forward
     double c1, c2          # backward, with lo
 
-ctypedef void (*forward_kernel)(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil
-ctypedef void (*backward_kernel)(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept nogil
+# Rows in forward, chunks of rows in backward.
+ctypedef void (*parts_kernel)(const job* j, Py_ssize_t begin, Py_ssize_t end) noexcept nogil
 # Pieces of one long row, for several threads.
 ctypedef double (*first_mean_kernel)(const job* j, Py_ssize_t r) noexcept nogil
 ctypedef void (*forward_sums_kernel)(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1,
@@ -62,15 +62,15 @@ ctypedef void (*backward_settle_kernel)(const job* j, Py_ssize_t r, const double
 ctypedef void (*backward_apply_kernel)(const job* j, Py_ssize_t c0, Py_ssize_t c1, const row_statistics* st) noexcept nogil
 
 cdef struct kernels:
-    forward_kernel forward
+    parts_kernel forward
     first_mean_kernel first_mean
     forward_sums_kernel forward_sums
     forward_settle_kernel forward_settle
     forward_apply_kernel forward_apply
-    backward_kernel backward
+    parts_kernel backward
     backward_sums_kernel backward_sums
     backward_settle_kernel backward_settle
     backward_apply_kernel backward_apply
     # The same for rows that lie next to each other in memory.
-    forward_kernel axis_forward
-    backward_kernel axis_backward
+    parts_kernel axis_forward
+    parts_kernel axis_backward

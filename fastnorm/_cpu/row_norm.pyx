@@ -6,7 +6,7 @@ from libc.math cimport isfinite
 from libc.string cimport memset
 cimport numpy as cnp
 
-from fastnorm._cpu.kernels cimport backward_kernel, forward_kernel, job, kernels, row_statistics, view
+from fastnorm._cpu.kernels cimport job, kernels, parts_kernel, row_statistics, view
 from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
 
 import os
@@ -227,6 +227,25 @@ cdef double* allocate(Py_ssize_t n) except NULL:
     return p
 
 
+cdef int run_parts(parts_kernel kernel, const job* j, Py_ssize_t parts, Py_ssize_t size, int n_threads) except -1:
+    """A kernel over its parts (rows; chunks of rows in backward) of so many values each, in contiguous shares for
+    the threads and in slices between which Ctrl-C is looked for."""
+    cdef Py_ssize_t step = max(1, SLICE // size) * n_threads, done = 0, n
+    cdef int t
+    while done < parts:
+        n = min(step, parts - done)
+        with nogil:
+            if n_threads == 1:
+                kernel(j, done, done + n)
+            else:
+                for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
+                    kernel(j, done + share(n, t, n_threads), done + share(n, t + 1, n_threads))
+        done += n
+        if done < parts:
+            PyErr_CheckSignals()
+    return 0
+
+
 # ---------------------------------------------------------------------------------------------
 # Forward
 # ---------------------------------------------------------------------------------------------
@@ -255,10 +274,10 @@ cdef int split_row(const kernels* k, const job* j, Py_ssize_t r, Py_ssize_t bloc
 
 
 cdef int run_forward(const kernels* k, const job* j) except -1:
-    cdef Py_ssize_t n_rows = j.n_rows, size = n_rows * j.n_cols, r, rows, step
+    cdef Py_ssize_t n_rows = j.n_rows, size = n_rows * j.n_cols, r
     cdef Py_ssize_t block = BLOCK_BYTES // real_size(k)
-    cdef forward_kernel forward = k.forward
-    cdef int n_threads, t
+    cdef parts_kernel forward = k.forward
+    cdef int n_threads
     cdef double* sums
     if size < RELEASE_MIN:
         forward(j, 0, n_rows)
@@ -274,21 +293,7 @@ cdef int run_forward(const kernels* k, const job* j) except -1:
         finally:
             free(sums)
         return 0
-    n_threads = min(n_threads, n_rows)
-    step = max(1, SLICE // max(1, j.n_cols)) * n_threads
-    r = 0
-    while r < n_rows:
-        rows = min(step, n_rows - r)
-        with nogil:
-            if n_threads == 1:
-                forward(j, r, r + rows)
-            else:
-                for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
-                    forward(j, r + share(rows, t, n_threads), r + share(rows, t + 1, n_threads))
-        r += rows
-        if r < n_rows:
-            PyErr_CheckSignals()
-    return 0
+    return run_parts(forward, j, n_rows, j.n_cols, min(n_threads, n_rows))
 
 
 def row_norm_forward(cnp.ndarray x, int n_axes, weight, bias, double eps, cnp.ndarray y, mean, rstd, bint centered):
@@ -332,10 +337,9 @@ cdef int split_backward(const kernels* k, const job* j, int n_threads) except -1
 
 
 cdef int run_backward(const kernels* k, const job* j) except -1:
-    cdef Py_ssize_t chunks = n_chunks(j), c, count, step
-    cdef Py_ssize_t size = j.n_rows * j.n_cols
-    cdef int n_threads = threads_for(size), t
-    cdef backward_kernel backward = k.backward
+    cdef Py_ssize_t chunks = n_chunks(j), size = j.n_rows * j.n_cols
+    cdef int n_threads = threads_for(size)
+    cdef parts_kernel backward = k.backward
     if size < RELEASE_MIN:
         backward(j, 0, chunks)
         return 0
@@ -344,21 +348,7 @@ cdef int run_backward(const kernels* k, const job* j) except -1:
         backward = k.axis_backward
     elif n_threads > 1 and chunks < 4 * n_threads and j.n_cols >= SPLIT_MIN:
         return split_backward(k, j, n_threads)
-    n_threads = min(n_threads, chunks)
-    step = max(1, SLICE // (j.rows_per_chunk * j.n_cols)) * n_threads
-    c = 0
-    while c < chunks:
-        count = min(step, chunks - c)
-        with nogil:
-            if n_threads == 1:
-                backward(j, c, c + count)
-            else:
-                for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
-                    backward(j, c + share(count, t, n_threads), c + share(count, t + 1, n_threads))
-        c += count
-        if c < chunks:
-            PyErr_CheckSignals()
-    return 0
+    return run_parts(backward, j, chunks, j.rows_per_chunk * j.n_cols, min(n_threads, chunks))
 
 
 cdef double* open_partials(job* j, const kernels* k, bint param_grads) except NULL:
