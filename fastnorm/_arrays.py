@@ -22,16 +22,24 @@ def _types(dtype):
 
 
 def array(name, value, wing):
-    """value as a plain array of the wing, of a dtype that kernels read."""
+    """value as a plain array of the wing and on the current device, of a dtype that kernels read."""
     if type(value) is wing.xp.ndarray and _types(value.dtype)[0]:
+        _check_device(name, value, wing)
         return value
     if backend_of(name, value) is not wing:
         raise TypeError(f"{name}: {type(value).__module__}.{type(value).__qualname__} does not mix with the kind of "
                         f"array that x is; convert one of them first")
     value = wing.xp.asarray(value)
+    _check_device(name, value, wing)
     if not _types(value.dtype)[0]:
         raise TypeError(f"{name}: dtype {value.dtype} is not supported; expected {_SUPPORTED}")
     return value
+
+
+def _check_device(name, value, wing):
+    """By the time arguments are checked, the device of x is the current one."""
+    if wing.away(value) is not None:
+        raise ValueError(f"{name}: it is on {value.device}, but x is on another device; expected all arrays on one")
 
 
 def arithmetic_type(dtype):
@@ -106,7 +114,11 @@ def statistic(name, value, shape, dtype, wing):
         raise ValueError(f"{name}: shape {value.shape}, but for this x and axis it is {shape}")
     if value.dtype != dtype:
         raise TypeError(f"{name}: dtype {value.dtype}, but for this x it is {dtype}")
-    return wing.xp.ascontiguousarray(value, dtype=dtype).reshape(-1)
+    if not value.flags.c_contiguous or not value.dtype.isnative:
+        plain = wing.xp.empty(shape, dtype)
+        wing.copy(value, plain)
+        value = plain
+    return value.reshape(-1)
 
 
 def output(name, out, x, dtype, wing):
@@ -118,24 +130,25 @@ def output(name, out, x, dtype, wing):
                         f"not {type(out).__module__}.{type(out).__qualname__}")
     if backend_of(name, out) is not wing:
         raise TypeError(f"{name}: {type(out).__qualname__} does not mix with the kind of array that x is")
+    _check_device(name, out, wing)
     if not _types(out.dtype)[1]:
         raise TypeError(f"{name}: cannot cast the result from {dtype!r} to {out.dtype!r} with casting rule "
                         f"'same_kind'; expected {', '.join(FLOATS)}")
     if out.shape != x.shape:
         raise ValueError(f"{name}: shape {out.shape}, but x has shape {x.shape}")
-    if not out.flags.writeable:
+    if wing.is_read_only(out):
         raise ValueError(f"{name}: output array is read-only")
     return out
 
 
-def is_same_memory(a, b):
+def is_same_memory(a, b, wing):
     """Whether two arrays are the same elements in the same places."""
     return (a.dtype == b.dtype and a.shape == b.shape and a.strides == b.strides
-            and a.__array_interface__["data"] == b.__array_interface__["data"])
+            and wing.address(a) == wing.address(b))
 
 
-def needs_copy(out, in_place, others):
+def needs_copy(out, in_place, others, wing):
     """Whether out must be computed elsewhere and copied: it overlaps an input other than element by element."""
-    if any(b is not None and np.may_share_memory(out, b) for b in others):
+    if any([b is not None and wing.may_share_memory(out, b) for b in others]):
         return True
-    return any(np.may_share_memory(out, a) and not is_same_memory(out, a) for a in in_place)
+    return any([wing.may_share_memory(out, a) and not is_same_memory(out, a, wing) for a in in_place])

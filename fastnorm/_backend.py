@@ -1,22 +1,37 @@
 """Which wing computes: by the type of the arrays, nothing else.
 
 A wing is a module with the array namespace as ``xp`` and kernels that fill OUT arrays, check nothing
-and allocate no results. Both wings have the same names and arguments:
+and allocate no results. All wings have the same names and arguments:
 
-row_norm_forward(x, n_axes, weight, bias, eps, y, mean, rstd, centered)
-    y = (x - mean) * rstd * weight + bias over the last n_axes axes; about zero if not centered.
-row_norm_backward(dy, x, n_axes, weight, mean, rstd, dx, dweight, dbias, centered)
+row_norm_forward(x, n_axes, weight, weight_offset, bias, eps, y, mean, rstd, centered)
+    y = (x - mean) * rstd * (weight_offset + weight) + bias over the last n_axes axes; about zero if not
+    centered.
+row_norm_backward(dy, x, n_axes, weight, weight_offset, mean, rstd, dx, dweight, dbias, centered)
     dx, and the sums over rows for dweight and dbias.
 
 x, y, dy, dx   arrays of one shape, any strides, byte order and storage type; the normalized axes come last.
                y may be x, dx may be dy or x; otherwise OUT arrays overlap nothing.
-weight, bias   (n_cols,) contiguous, of the arithmetic type, or None for ones and zeros.
+weight, bias   of the shape of the normalized axes, any strides, byte order and storage type, or None for
+               ones and zeros. They are rounded to the arithmetic type before weight_offset is added.
 mean, rstd     (n_rows,) contiguous, of the arithmetic type. Forward fills those that are not None;
                backward reads rstd, and mean if centered.
-dweight, dbias of n_cols values, contiguous, of any float type, or None if not wanted. Sums are float64 and
-               rounded once.
+dweight, dbias of n_cols values, contiguous, of any float type, or None if not wanted. Sums are float64 or
+               as good, and rounded once.
 n_rows and n_cols are at least 1.
+
+And what else the halls need to know of arrays, or do with them:
+
+copy(source, target)    target[...] = source for arrays of one shape that do not overlap
+fill(target, value)     target[...] = value for a new array of a float dtype
+may_share_memory(a, b)  by the bounds of both
+address(a)              of the first element
+is_read_only(a)
+away(a)                 a context that makes the device of a the current one; None if it is, or has none
+
+A wing other than that of NumPy is imported when its first array comes along.
 """
+import sys
+
 import numpy as np
 
 from fastnorm import _cpu
@@ -37,8 +52,15 @@ def backend_of(name, array):
         raise TypeError(f"{name}: inputs of type {_type_name(kind)} are not supported; pass a plain ndarray")
     if isinstance(array, (np.ndarray, np.generic, list, tuple, int, float, complex)):
         return _cpu
-    raise TypeError(f"{name}: arrays of type {_type_name(kind)} are not supported, numpy.ndarray is; "
-                    f"numpy.from_dlpack brings arrays of other libraries over without a copy")
+    # Whoever has such an array has imported CuPy; nobody else pays for it.
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        from fastnorm import _cuda
+
+        _WINGS[cupy.ndarray] = _cuda
+        return _cuda
+    raise TypeError(f"{name}: arrays of type {_type_name(kind)} are not supported, numpy.ndarray and cupy.ndarray are; "
+                    f"their from_dlpack brings arrays of other libraries over without a copy")
 
 
 def _type_name(kind):

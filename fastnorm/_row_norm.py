@@ -20,6 +20,10 @@ def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_stati
             return result
 
     wing = backend_of("x", x)
+    device = wing.away(x)
+    if device is not None:
+        with device:
+            return forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_statistics)
     xp = wing.xp
     x = _arrays.array("x", x, wing)
     axes = _arrays.normalized_axes(x, axis)
@@ -27,9 +31,8 @@ def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_stati
     eps = _arrays.nonnegative("eps", eps)
     arithmetic = _arrays.arithmetic_type(x.dtype)
     weight = _arrays.parameter("weight", weight, shape, wing)
+    weight_offset = _offset(weight_offset, weight)
     bias = _arrays.parameter("bias", bias, shape, wing)
-    weight_row = _weight_row(weight, weight_offset, arithmetic, xp)
-    bias_row = _row(bias, arithmetic, xp)
     y = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
     mean = rstd = None
     if with_statistics:
@@ -40,18 +43,18 @@ def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_stati
 
     if x.size == 0:
         if with_statistics:
-            rstd[...] = 1.0 / math.sqrt(eps) if eps > 0 else math.inf
+            wing.fill(rstd, 1.0 / math.sqrt(eps) if eps > 0 else math.inf)
             if centered:
-                mean[...] = 0
+                wing.fill(mean, 0.0)
     else:
         target = y
-        if out is not None and _arrays.needs_copy(y, (x,), (weight, bias)):
+        if out is not None and _arrays.needs_copy(y, (x,), (weight, bias), wing):
             target = xp.empty(y.shape, y.dtype)
         order = _rows_then_columns(x.ndim, axes)
-        wing.row_norm_forward(x.transpose(order), len(axes), weight_row, bias_row, eps, target.transpose(order),
+        wing.row_norm_forward(x.transpose(order), len(axes), weight, weight_offset, bias, eps, target.transpose(order),
                               mean, rstd, centered)
         if target is not y:
-            y[...] = target
+            wing.copy(target, y)
     return (y, mean, rstd) if with_statistics else y
 
 
@@ -62,6 +65,10 @@ def backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, c
         if result is not None:
             return result
     wing = backend_of("x", x)
+    device = wing.away(x)
+    if device is not None:
+        with device:
+            return backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, centered)
     xp = wing.xp
     x = _arrays.array("x", x, wing)
     axes = _arrays.normalized_axes(x, axis)
@@ -70,26 +77,32 @@ def backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, c
     dy = _arrays.same_shape("dy", dy, x, wing)
     statistics_shape = _keepdims(x, axes)
     weight = _arrays.parameter("weight", weight, shape, wing)
-    weight_row = _weight_row(weight, weight_offset, arithmetic, xp)
+    weight_offset = _offset(weight_offset, weight)
     mean_row = _arrays.statistic("mean", mean, statistics_shape, arithmetic, wing) if centered else None
     rstd_row = _arrays.statistic("rstd", rstd, statistics_shape, arithmetic, wing)
     dx = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
     dweight = dbias = None
     if param_grads:
         dtype = arithmetic if weight is None else _arrays.result_type(weight.dtype)
-        dweight = xp.zeros(shape, dtype)
+        dweight = xp.empty(shape, dtype)
         if centered:
-            dbias = xp.zeros(shape, dtype)
+            dbias = xp.empty(shape, dtype)
 
-    if x.size != 0:
+    if x.size == 0:
+        # Sums over nothing.
+        if param_grads:
+            wing.fill(dweight, 0.0)
+            if centered:
+                wing.fill(dbias, 0.0)
+    else:
         target = dx
-        if out is not None and _arrays.needs_copy(dx, (dy, x), (weight, mean, rstd)):
+        if out is not None and _arrays.needs_copy(dx, (dy, x), (weight, mean, rstd), wing):
             target = xp.empty(dx.shape, dx.dtype)
         order = _rows_then_columns(x.ndim, axes)
-        wing.row_norm_backward(dy.transpose(order), x.transpose(order), len(axes), weight_row, mean_row, rstd_row,
-                               target.transpose(order), dweight, dbias, centered)
+        wing.row_norm_backward(dy.transpose(order), x.transpose(order), len(axes), weight, weight_offset, mean_row,
+                               rstd_row, target.transpose(order), dweight, dbias, centered)
         if target is not dx:
-            dx[...] = target
+            wing.copy(target, dx)
     return dx, dweight, dbias
 
 
@@ -103,16 +116,9 @@ def _keepdims(x, axes):
     return tuple([1 if a in axes else n for a, n in enumerate(x.shape)])
 
 
-def _row(parameter, arithmetic, xp):
-    """weight or bias as kernels read it."""
-    return None if parameter is None else xp.ascontiguousarray(parameter, dtype=arithmetic).reshape(-1)
-
-
-def _weight_row(weight, weight_offset, arithmetic, xp):
-    """weight_offset + weight as kernels read it, rounded to the arithmetic type."""
+def _offset(weight_offset, weight):
+    """weight_offset as a float."""
     weight_offset = _arrays.real_number("weight_offset", weight_offset)
-    if weight_offset == 0.0:
-        return _row(weight, arithmetic, xp)
-    if weight is None:
+    if weight_offset != 0.0 and weight is None:
         raise ValueError("weight_offset: it is added to weight, but weight is None")
-    return _row(weight, arithmetic, xp) + arithmetic.type(weight_offset)
+    return weight_offset

@@ -22,6 +22,15 @@ ROOT = Path(fastnorm.__file__).parent.parent
 TESTS = Path(__file__).parent
 
 
+# Values of an array at most, where something slower than the CPU wing runs these tests; None: any number.
+LONGEST = None
+
+
+def capped(sizes):
+    """Those sizes, lengths or shapes, that are not too long."""
+    return [n for n in sizes if LONGEST is None or np.prod(n) <= LONGEST]
+
+
 def name_of(value):
     """A test id: dtypes and functions by their name."""
     return getattr(value, "__name__", None) or getattr(value, "name", None) or str(value)

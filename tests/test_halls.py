@@ -12,7 +12,7 @@ import fastnorm
 PACKAGE = ROOT / "fastnorm"
 # Higher floors import lower ones only. reference.py and __main__.py stand beside the house.
 FLOORS = [
-    {"fastnorm._cpu"},
+    {"fastnorm._cpu", "fastnorm._cuda"},
     {"fastnorm._backend", "fastnorm._arrays", "fastnorm._threads", "fastnorm._config"},
     {"fastnorm._row_norm"},
     {"fastnorm._layer_norm", "fastnorm._rms_norm"},
@@ -41,9 +41,13 @@ def floor_of(module):
     raise AssertionError(f"{module} has no floor in this test")
 
 
+def wing_of(module):
+    return next((w for w in FLOORS[0] if module == w or module.startswith(w + ".")), None)
+
+
 SOURCES = sorted(
     p
-    for pattern in ("*.py", "*.pxd", "_cpu/*.py", "_cpu/*.pyx", "_cpu/*.pxd", "_cpu/*.pxi")
+    for pattern in ("*.py", "*.pxd", "_cpu/*.py", "_cpu/*.pyx", "_cpu/*.pxd", "_cpu/*.pxi", "_cuda/*.py")
     for p in PACKAGE.glob(pattern)
     if p.name not in ("reference.py", "__main__.py")
 )
@@ -57,7 +61,11 @@ def test_imports_only_go_down(path):
         else ".".join(["fastnorm", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
     )
     for imported in imports_of(path):
-        if not (module.startswith("fastnorm._cpu") and imported.startswith("fastnorm._cpu")) and imported != module:
+        # A wing imports itself as it likes, and no other wing.
+        if wing_of(module) and wing_of(module) == wing_of(imported):
+            continue
+        assert not (wing_of(module) and wing_of(imported)), imported
+        if imported != module:
             same_floor = floor_of(imported) == floor_of(module)
             # On one floor, too: but never a circle.
             assert floor_of(imported) < floor_of(module) or same_floor and module not in imports_of_module(imported), (
@@ -76,6 +84,23 @@ def test_the_sources_of_all_floors_are_here():
         p.name for p in PACKAGE.rglob("*")
     }
     assert len(SOURCES) > 15
+
+
+def test_the_wings_have_the_same_names_and_arguments():
+    """By their sources: CuPy need not be here."""
+    python = (PACKAGE / "_cuda/row_norm.py").read_text()
+    cython = (PACKAGE / "_cpu/row_norm.pyx").read_text()
+    for name in ("row_norm_forward", "row_norm_backward"):
+        ours, theirs = (re.search(rf"^def {name}\(([^)]*)\):", text, re.M)[1] for text in (cython, python))
+        assert [a.split()[-1] for a in ours.split(",")] == [a.strip() for a in theirs.split(",")]
+    wings = [ast.parse((PACKAGE / w / "__init__.py").read_text()) for w in ("_cpu", "_cuda")]
+    names = [
+        {n.value for node in wing.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+         for n in node.value.elts}
+        for wing in wings
+    ]
+    # The CPU wing has threads and processor levels besides.
+    assert names[1] <= names[0] and len(names[1]) == 9
 
 
 def test_the_front_shows_exactly_its_names():

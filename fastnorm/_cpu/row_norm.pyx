@@ -11,6 +11,8 @@ from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
 
 import os
 
+import numpy as np
+
 cnp.import_array()
 
 cdef extern from "threads.h" nogil:
@@ -145,13 +147,26 @@ cdef inline void* data_or_null(object a):
     return NULL if a is None else cnp.PyArray_DATA(<cnp.ndarray>a)
 
 
+cdef object as_row(object parameter, double offset, const kernels* k):
+    """weight or bias as kernels read it: contiguous, of the arithmetic type, offset added in it."""
+    if parameter is None:
+        return None
+    cdef object real = np.float32 if k == float32_kernels else np.float64
+    row = np.ascontiguousarray(parameter, dtype=real).reshape(-1)
+    return row if offset == 0.0 else row + real(offset)
+
+
 cdef inline bint is_float32_arithmetic(int type) noexcept:
     return type == ST_FLOAT32 or type == ST_FLOAT16 or type == ST_BFLOAT16
 
 
-cdef const kernels* open_job(job* j, cnp.ndarray x, int n_axes, weight, rstd, double eps, bint centered) except NULL:
-    """What forward and backward have in common. The kernels are those of the arithmetic type of x."""
-    cdef const kernels* k = float32_kernels if is_float32_arithmetic(storage_type(x)) else float64_kernels
+cdef const kernels* kernels_of(cnp.ndarray x) except NULL:
+    """Those of the arithmetic type of x."""
+    return float32_kernels if is_float32_arithmetic(storage_type(x)) else float64_kernels
+
+
+cdef int open_job(job* j, cnp.ndarray x, int n_axes, weight_row, rstd, double eps, bint centered) except -1:
+    """What forward and backward have in common."""
     cdef int i
     j.n_cols = 1
     for i in range(x.ndim - n_axes, x.ndim):
@@ -159,10 +174,10 @@ cdef const kernels* open_job(job* j, cnp.ndarray x, int n_axes, weight, rstd, do
     j.n_rows = cnp.PyArray_SIZE(x) // j.n_cols
     j.centered = centered
     j.eps = eps
-    j.weight = data_or_null(weight)
+    j.weight = data_or_null(weight_row)
     j.rstd = data_or_null(rstd)
     open_view(&j.x, x, n_axes)
-    return k
+    return 0
 
 
 cdef inline bint rows_adjacent(const view* v) noexcept nogil:
@@ -296,11 +311,14 @@ cdef int run_forward(const kernels* k, const job* j) except -1:
     return run_parts(forward, j, n_rows, j.n_cols, min(n_threads, n_rows))
 
 
-def row_norm_forward(cnp.ndarray x, int n_axes, weight, bias, double eps, cnp.ndarray y, mean, rstd, bint centered):
+def row_norm_forward(cnp.ndarray x, int n_axes, weight, double weight_offset, bias, double eps, cnp.ndarray y, mean, rstd,
+                     bint centered):
     """Fill y, mean and rstd. fastnorm._backend has the contract of all wings."""
     cdef job j
-    cdef const kernels* k = open_job(&j, x, n_axes, weight, rstd, eps, centered)
-    j.bias = data_or_null(bias)
+    cdef const kernels* k = kernels_of(x)
+    weight_row, bias_row = as_row(weight, weight_offset, k), as_row(bias, 0.0, k)
+    open_job(&j, x, n_axes, weight_row, rstd, eps, centered)
+    j.bias = data_or_null(bias_row)
     j.mean = data_or_null(mean)
     open_view(&j.y, y, n_axes)
     j.stream = cnp.PyArray_NBYTES(y) >= STREAM_BYTES and cnp.PyArray_DATA(y) != cnp.PyArray_DATA(x)
@@ -405,12 +423,15 @@ cdef int finish_sums(const job* j, const kernels* k, double* partials, cnp.ndarr
     return 0
 
 
-def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, mean, cnp.ndarray rstd, cnp.ndarray dx,
-                      dweight, dbias, bint centered):
+def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, double weight_offset, mean, cnp.ndarray rstd,
+                      cnp.ndarray dx, dweight, dbias, bint centered):
     """Fill dx, dweight and dbias. fastnorm._backend has the contract of all wings."""
     cdef job j
-    cdef const kernels* k = open_job(&j, x, n_axes, weight, rstd, 0.0, centered)
-    cdef double* partials = open_partials(&j, k, dweight is not None)
+    cdef const kernels* k = kernels_of(x)
+    cdef double* partials
+    weight_row = as_row(weight, weight_offset, k)
+    open_job(&j, x, n_axes, weight_row, rstd, 0.0, centered)
+    partials = open_partials(&j, k, dweight is not None)
     try:
         j.mean = data_or_null(mean)
         open_view(&j.dy, dy, n_axes)

@@ -1,0 +1,173 @@
+"""The CUDA wing for norms over rows: arrays in, kernels and their geometry chosen, OUT arrays filled.
+
+All kernel arguments are pointers, 64-bit integers and doubles, which is what CuPy makes of Python's numbers.
+Only allocations and our own kernels, all on the current stream: what was called before can be captured in a graph.
+"""
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from fastnorm._cuda import devices, geometry, sources
+from fastnorm._cuda.copies import copy, is_aligned, merged, storage_number
+
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+class Rows(NamedTuple):
+    """Rows of contiguous columns."""
+
+    array: Any          # whose memory it is
+    pointer: int
+    stride: int         # from row to row, in bytes
+
+
+def row_norm_forward(x, n_axes, weight, weight_offset, bias, eps, y, mean, rstd, centered):
+    """Fill y, mean and rstd. fastnorm._backend has the contract of all wings."""
+    dtype = _storage(x, y)
+    arithmetic = _arithmetic(dtype)
+    n_rows, n_cols = _size(x, n_axes)
+    x_rows = _rows(x, n_axes, dtype)
+    y_rows = _rows(y, n_axes, dtype, fresh=True)
+    weight, *weight_arguments = _parameter(weight, dtype, arithmetic)
+    bias, *bias_arguments = _parameter(bias, dtype, arithmetic)
+    width = _width(x_rows, y_rows)
+    number = devices.current()
+    plan = geometry.forward_plan(n_cols, dtype.itemsize, devices.properties(number).shared_memory)
+    launch = _launcher(number, plan, dtype, centered)
+    mean_pointer, rstd_pointer = _pointer(mean), _pointer(rstd)
+    if plan.source == "row_forward":
+        launch("row_forward", -(-n_rows // plan.teams),
+               x_rows.pointer, x_rows.stride, *weight_arguments, weight_offset, *bias_arguments, eps, y_rows.pointer,
+               y_rows.stride, mean_pointer, rstd_pointer, n_rows, n_cols, width, plan.team)
+    else:
+        n_slices = geometry.slices_of(n_cols, dtype.itemsize)
+        slices, scales = cupy.empty(n_rows * n_slices * 4, _FLOAT64), cupy.empty(n_rows * 4, _FLOAT64)
+        launch("slice_forward_sums", n_rows * n_slices, x_rows.pointer, x_rows.stride, eps, slices.data.ptr, n_cols, width)
+        launch("slice_forward_settle", n_rows, slices.data.ptr, eps, scales.data.ptr, mean_pointer, rstd_pointer, n_cols)
+        launch("slice_forward_apply", n_rows * n_slices, x_rows.pointer, x_rows.stride, scales.data.ptr,
+               *weight_arguments, weight_offset, *bias_arguments, y_rows.pointer, y_rows.stride, n_cols, width)
+    _deliver(y_rows, y)
+
+
+def row_norm_backward(dy, x, n_axes, weight, weight_offset, mean, rstd, dx, dweight, dbias, centered):
+    """Fill dx, dweight and dbias. fastnorm._backend has the contract of all wings."""
+    dtype = _storage(x, dx, dy)
+    arithmetic = _arithmetic(dtype)
+    n_rows, n_cols = _size(x, n_axes)
+    dy_rows = _rows(dy, n_axes, dtype)
+    x_rows = dy_rows if dy is x else _rows(x, n_axes, dtype)
+    dx_rows = _rows(dx, n_axes, dtype, fresh=True)
+    weight, *weight_arguments = _parameter(weight, dtype, arithmetic)
+    width = _width(dy_rows, x_rows, dx_rows)
+    number = devices.current()
+    device = devices.properties(number)
+    plan = geometry.backward_plan(n_cols, dtype.itemsize, centered, device.shared_memory)
+    launch = _launcher(number, plan, dtype, centered)
+    n_sums = 2 if centered else 1
+    inputs = (dy_rows.pointer, dy_rows.stride, x_rows.pointer, x_rows.stride)
+    if plan.source == "row_backward":
+        n_partials = geometry.backward_blocks(plan, n_rows, device.multiprocessors, dweight is not None)
+        partials = _partials(dweight, n_partials, n_sums, n_cols, arithmetic)
+        launch("row_backward", n_partials, *inputs, *weight_arguments, weight_offset, _pointer(mean), rstd.data.ptr,
+               dx_rows.pointer, dx_rows.stride, _pointer(partials), n_rows, n_cols, width, plan.team)
+    else:
+        n_slices = geometry.slices_of(n_cols, dtype.itemsize)
+        runs, rows_per_chunk, n_partials = geometry.backward_chunks(n_rows, n_cols, dtype.itemsize, device.multiprocessors)
+        partials = _partials(dweight, n_partials, n_sums, n_cols, arithmetic)
+        # Three totals for each slice, of one double or two; five numbers for each row.
+        slices = cupy.empty(n_rows * n_slices * 3 * (1 if arithmetic is _FLOAT32 else 2), _FLOAT64)
+        scales = cupy.empty(n_rows * 5, arithmetic)
+        launch("slice_backward_sums", n_rows * n_slices, *inputs, *weight_arguments, weight_offset, _pointer(mean),
+               slices.data.ptr, n_cols, width)
+        launch("slice_backward_settle", n_rows, slices.data.ptr, _pointer(mean), rstd.data.ptr, scales.data.ptr, n_cols)
+        launch("slice_backward_apply", runs * n_partials, *inputs, scales.data.ptr, *weight_arguments, weight_offset,
+               dx_rows.pointer, dx_rows.stride, _pointer(partials), n_rows, n_cols, rows_per_chunk, width)
+    if dweight is not None:
+        finish = sources.kernel(number, "finish_sums.cu", "finish_sums", 0, storage=arithmetic.name)
+        finish((-(-n_cols // 32), n_sums), (256,),
+               (partials.data.ptr, dweight.data.ptr, _pointer(dbias), storage_number(dweight.dtype), dweight.itemsize,
+                n_partials, n_sums, n_cols), shared_mem=256 * 2 * arithmetic.itemsize)
+    _deliver(dx_rows, dx)
+
+
+def _launcher(number, plan, dtype, centered):
+    """launch(name, blocks, *arguments) of the kernels of a plan."""
+
+    def launch(name, blocks, *arguments):
+        kernel = sources.kernel(number, plan.source + ".cu", name, plan.shared_memory, storage=dtype.name,
+                                centered=int(centered), **dict(plan.macros))
+        kernel((blocks,), (plan.threads,), arguments, shared_mem=plan.shared_memory)
+
+    return launch
+
+
+def _storage(x, *others):
+    """The dtype that the kernels work on: that of all arrays if they agree on a float type; otherwise the arithmetic
+    type of x, to and from which a copy converts."""
+    if x.dtype.name in ("float16", "bfloat16", "float32", "float64") and all(a.dtype == x.dtype for a in others):
+        return x.dtype
+    return _FLOAT32 if x.dtype.name in ("float16", "bfloat16", "float32") else _FLOAT64
+
+
+def _arithmetic(dtype):
+    return _FLOAT64 if dtype == _FLOAT64 else _FLOAT32
+
+
+def _size(x, n_axes):
+    n_cols = 1
+    for n in x.shape[x.ndim - n_axes:]:
+        n_cols *= n
+    return x.size // n_cols, n_cols
+
+
+def _rows(a, n_axes, dtype, fresh=False):
+    """The rows of an array as kernels take them: where they are, if the columns lie next to each other and one stride
+    leads from row to row; otherwise in a copy. fresh: only the place is wanted, not what is there."""
+    n_rows, n_cols = _size(a, n_axes)
+    if a.dtype == dtype:
+        if a.flags.c_contiguous and a.data.ptr % dtype.itemsize == 0:
+            return Rows(a, a.data.ptr, n_cols * dtype.itemsize)
+        cut = a.ndim - n_axes
+        row_shape, row_strides = merged(a.shape[:cut], a.strides[:cut])
+        column_shape, column_strides = merged(a.shape[cut:], a.strides[cut:])
+        if len(row_shape) <= 1 and column_strides in ((), (dtype.itemsize,)) and is_aligned(a):
+            return Rows(a, a.data.ptr, row_strides[0] if row_strides else n_cols * dtype.itemsize)
+    rows = cupy.empty(a.shape, dtype)
+    if not fresh:
+        copy(a, rows)
+    return Rows(rows, rows.data.ptr, n_cols * dtype.itemsize)
+
+
+def _deliver(rows, array):
+    """To the array itself, if the rows were elsewhere."""
+    if rows.array is not array:
+        copy(rows.array, array)
+
+
+def _width(*rows):
+    """The widest access in bytes that all rows are aligned for."""
+    bits = 16
+    for r in rows:
+        bits |= r.pointer | r.stride
+    return bits & -bits
+
+
+def _parameter(a, dtype, arithmetic):
+    """(owner, pointer, is of the storage type rather than of the arithmetic type); both dtypes are read as they are,
+    others are converted."""
+    if a is None:
+        return None, 0, 0
+    if a.dtype not in (dtype, arithmetic) or not a.flags.c_contiguous or a.data.ptr % a.itemsize:
+        row = cupy.empty(a.shape, arithmetic)
+        copy(a, row)
+        a = row
+    return a, a.data.ptr, int(a.dtype != arithmetic)
+
+
+def _pointer(a):
+    return 0 if a is None else a.data.ptr
+
+
+def _partials(dweight, n_partials, n_sums, n_cols, arithmetic):
+    return None if dweight is None else cupy.empty(n_partials * n_sums * n_cols, arithmetic)

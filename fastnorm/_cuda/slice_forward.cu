@@ -1,0 +1,109 @@
+// Forward of rows of any length, a slice of THREADS * PACKS packs at a time. Three kernels: the moments of each
+// slice, the statistics of each row from those, y. x is read twice.
+//
+// KERNEL_STORAGE, KERNEL_CENTERED, KERNEL_PACKS, KERNEL_THREADS as in row_forward.cu
+#include "apply.cuh"
+
+typedef KERNEL_STORAGE S;
+typedef S::real real;
+const bool CENTERED = KERNEL_CENTERED;
+const int PACKS = KERNEL_PACKS, THREADS = KERNEL_THREADS;
+
+
+// One slice: about hi, times 2^exponent (its squares twice that). A slice of zeros has no exponent of its own.
+struct slice_moments { double hi, lo, square, exponent; };
+const double NO_EXPONENT = -4096;
+
+// One row: x * 2^-exponent is what hi, lo and rstd belong to.
+struct row_scale { double hi, lo, rstd, exponent; };
+
+const index_t SLICE = (index_t)THREADS * PACKS * pack<S>::VALUES;
+
+__device__ inline index_t n_slices(index_t n_cols) { return (n_cols + SLICE - 1) / SLICE; }
+__device__ inline index_t slice_length(index_t slice, index_t n_cols) { return smaller(SLICE, n_cols - slice * SLICE); }
+
+// IN x[n_rows, n_cols]; OUT slices[n_rows, n_slices]. A block a slice.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+slice_forward_sums(const char* x, index_t x_stride, double eps, char* slices, index_t n_cols, index_t width) {
+    team t = open_team(THREADS, shared_memory());
+    index_t row = blockIdx.x / n_slices(n_cols), slice = blockIdx.x % n_slices(n_cols);
+    row_packs<S, PACKS> packs(slice_length(slice, n_cols), t, 0);
+    read_packs(packs, x + row * x_stride + slice * SLICE * sizeof(S::bits), true, (int)width);
+    divisor<real> n(packs.n_cols);
+    int exponent;
+    bool finite;
+    moments<real> m = measure_in_range<CENTERED>(packs, t, n, eps, &exponent, &finite);
+    bool zeros = finite && m.hi == 0 && m.square == 0;
+    if (t.rank == 0) {
+        slice_moments s = {m.hi, m.lo, m.square, zeros ? NO_EXPONENT : exponent};
+        write(slices + (index_t)blockIdx.x * sizeof(s), s);
+    }
+}
+
+// A slice as the row sees it: times 2^-exponent.
+__device__ inline slice_moments rescaled(slice_moments s, double exponent) {
+    if (s.exponent == exponent || s.exponent == NO_EXPONENT) return s;
+    power scale((int)(exponent - s.exponent));
+    slice_moments r = {scale.times(s.hi), scale.times(s.lo), scale.times_square(s.square), exponent};
+    return r;
+}
+
+// IN slices[n_rows, n_slices]; OUT rows[n_rows], mean[n_rows], rstd[n_rows]. A block a row.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+slice_forward_settle(const char* slices, double eps, char* rows, char* mean, char* rstd, index_t n_cols) {
+    team t = open_team(THREADS, shared_memory());
+    index_t row = blockIdx.x, count = n_slices(n_cols);
+    const char* mine = slices + row * count * sizeof(slice_moments);
+    divisor<real> n(n_cols);
+    double exponent[1] = {NO_EXPONENT};
+    for (index_t k = t.rank; k < count; k += THREADS)
+        exponent[0] = larger()(exponent[0], read<slice_moments>(mine + k * sizeof(slice_moments)).exponent);
+    over_team(exponent, t, NO_EXPONENT, larger());
+    if (exponent[0] == NO_EXPONENT) exponent[0] = 0;
+
+    moments<real> m = {0, 0, 0};
+    if (CENTERED) {
+        double sum[1] = {0};
+        for (index_t k = t.rank; k < count; k += THREADS) {
+            slice_moments s = rescaled(read<slice_moments>(mine + k * sizeof(s)), exponent[0]);
+            sum[0] += (s.hi + s.lo) * slice_length(k, n_cols);
+        }
+        over_team(sum, t, 0.0, add());
+        m.hi = (real)n.divide(sum[0]);
+    }
+    // Both as sums of doubles with what they round away.
+    total<double> sums[2] = {total_of(0.0), total_of(0.0)};
+    for (index_t k = t.rank; k < count; k += THREADS) {
+        slice_moments s = rescaled(read<slice_moments>(mine + k * sizeof(s)), exponent[0]);
+        double length = (double)slice_length(k, n_cols), d = (s.hi - m.hi) + s.lo, variance = s.square - s.lo * s.lo;
+        sums[0] = added(sums[0], total_of(d * length));
+        sums[1] = added(sums[1], total_of(((variance < 0 ? 0 : variance) + d * d) * length));
+    }
+    over_team(sums, t, total_of(0.0), add());
+    m.lo = CENTERED ? n.divide(sums[0].value()) : 0;
+    m.square = n.divide(sums[1].value());
+    scale_of_row<real> s = settle(m, eps, (int)exponent[0], is_finite(m.square));
+    if (t.rank == 0) {
+        row_scale r = {s.hi, s.lo, s.rstd, exponent[0]};
+        write(rows + row * sizeof(r), r);
+        if (mean) write<real>(mean + row * sizeof(real), (real)s.saved_mean);
+        if (rstd) write<real>(rstd + row * sizeof(real), (real)s.saved_rstd);
+    }
+}
+
+// IN x[n_rows, n_cols], rows[n_rows], weight[n_cols], bias[n_cols]; OUT y[n_rows, n_cols]. A block a slice.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+slice_forward_apply(const char* x, index_t x_stride, const char* rows, const char* weight, index_t weight_is_narrow,
+                    double weight_offset, const char* bias, index_t bias_is_narrow, char* y, index_t y_stride,
+                    index_t n_cols, index_t width) {
+    team t = open_team(THREADS, shared_memory());
+    index_t row = blockIdx.x / n_slices(n_cols), slice = blockIdx.x % n_slices(n_cols), first = slice * SLICE;
+    row_packs<S, PACKS> packs(slice_length(slice, n_cols), t, 0);
+    read_packs(packs, x + row * x_stride + first * sizeof(S::bits), true, (int)width);
+    row_scale r = read_by_all<row_scale>(rows + row * sizeof(r), t.rank == 0);
+    scale_packs(packs, (int)r.exponent);
+    scale_of_row<real> s = {(real)r.hi, (real)r.lo, (real)r.rstd, 0, 0};
+    apply<CENTERED>(packs, s, y + row * y_stride + first * sizeof(S::bits),
+                    parameter_row<S>(weight, weight_is_narrow != 0, (real)weight_offset),
+                    parameter_row<S>(bias, bias_is_narrow != 0, 0), first, (int)width);
+}

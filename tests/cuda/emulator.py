@@ -1,0 +1,167 @@
+"""A device for tests without a GPU: real cupy.ndarrays over host memory, and kernels compiled for the processor.
+
+`Module` takes the place of cupy.RawModule, `Memory` that of CuPy's allocator; the launchers of fastnorm._cuda do not
+notice. emulator.h has the part that runs kernels.
+"""
+import ctypes
+import hashlib
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+import weakref
+from pathlib import Path
+
+import cupy
+import numpy as np
+
+HEADER = Path(__file__).with_name("emulator.h")
+COMPILER = os.environ.get("CXX", "g++")
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fsanitize=undefined", "-static-libubsan"]
+if " fma " in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False:
+    FLAGS.append("-mfma")
+CACHE = Path(tempfile.gettempdir(), f"fastnorm-emulator-{os.getuid() if hasattr(os, 'getuid') else 0}")
+# What an H200 has, but for the few multiprocessors: with small tests, blocks must still get several rows.
+SHARED_MEMORY = 227 * 1024
+MULTIPROCESSORS = 3
+
+
+class Region(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("start", "end", "writer", "reader")]
+
+
+class Counters(ctypes.Structure):
+    _fields_ = [("read", ctypes.c_int64), ("written", ctypes.c_int64)]
+
+
+class _Block:
+    """Host memory with a guard on both sides. NaN all over, as every float type reads it."""
+
+    GUARD = 256
+
+    def __init__(self, size, shift=0):
+        self.buffer = np.full(size + shift + 3 * self.GUARD, 0xFF, np.uint8)
+        address = self.buffer.ctypes.data
+        self.start = address + self.GUARD - address % self.GUARD + shift
+        self.size = size
+        self.writer, self.reader = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
+
+    def guards_are_whole(self):
+        first = self.start - self.buffer.ctypes.data
+        return (self.buffer[:first] == 0xFF).all() and (self.buffer[first + self.size :] == 0xFF).all()
+
+
+class Memory:
+    """An allocator for cupy.cuda.set_allocator, and the list of what it has given out. device: what arrays say they are on."""
+
+    def __init__(self):
+        self.device = 0
+        self.blocks = weakref.WeakSet()
+        self.broken = []
+
+    def __call__(self, size):
+        return self.allocate(size)
+
+    def allocate(self, size, shift=0):
+        """shift: bytes beyond an address that is a multiple of 256."""
+        block = _Block(size, shift)
+        self.blocks.add(block)
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(block.start, size, block, self.device), 0)
+
+    def regions(self):
+        blocks = sorted(self.blocks, key=lambda b: b.start)
+        return (Region * len(blocks))(
+            *(Region(b.start, b.start + b.size, b.writer.ctypes.data, b.reader.ctypes.data) for b in blocks)
+        ), blocks
+
+
+class Launch:
+    """What a launch has done: for tests that look at it."""
+
+    def __init__(self, name, grid, threads, shared, counters):
+        self.name, self.grid, self.threads, self.shared = name, grid, threads, shared
+        self.read, self.written = counters.read, counters.written
+
+
+class Emulator:
+    """One device: its memory, its launches, the seed of its schedules."""
+
+    def __init__(self):
+        self.memory = Memory()
+        self.launches = []
+        self.seed = 1
+        self.serial = itertools.count(1)
+        self.next_serial = 1
+
+    def module(self, code, options=()):
+        return Module(self, code, options)
+
+
+class Module:
+    """As cupy.RawModule."""
+
+    def __init__(self, emulator, code, options):
+        self.emulator, self.options = emulator, options
+        names = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(', code)
+        assert names, "no kernels"
+        self.library = ctypes.CDLL(str(built(code + "".join(f"\nEMULATED_KERNEL({n})" for n in names) + "\n", options)))
+        self.library.emulated_launch.restype = ctypes.c_char_p
+
+    def get_function(self, name):
+        return Function(self, name)
+
+
+def built(source, options):
+    """The library of a source; built once, whoever asks."""
+    macros = [o for o in options if o.startswith("-D")]
+    key = hashlib.sha256("\0".join([HEADER.read_text(), source, COMPILER, *FLAGS, *macros]).encode()).hexdigest()[:24]
+    path = CACHE / f"{key}.so"
+    if not path.exists():
+        CACHE.mkdir(exist_ok=True)
+        made = path.with_suffix(f".{os.getpid()}")
+        command = [COMPILER, *FLAGS, *macros, "-include", str(HEADER), "-x", "c++", "-", "-o", str(made)]
+        done = subprocess.run(command, input=source, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr[:5000]
+        made.replace(path)
+    return path
+
+
+class Function:
+    """As cupy.RawKernel."""
+
+    def __init__(self, module, name):
+        self.emulator, self.name, self.library = module.emulator, name, module.library
+        self.call = ctypes.cast(getattr(self.library, f"emulated_call_{name}"), ctypes.c_void_p)
+        kinds = getattr(self.library, f"emulated_kinds_{name}")
+        kinds.restype = ctypes.c_char_p
+        self.kinds = kinds().decode()
+        threads = [int(o.split("=")[1]) for o in module.options if o.startswith("-DKERNEL_THREADS=")]
+        self.most_threads = threads[0] if threads else 1024
+        self.max_dynamic_shared_size_bytes = 48 * 1024
+
+    def __call__(self, grid, block, args, *, shared_mem=0):
+        (threads,) = block
+        grid = (*grid, 1)[:2]
+        if not (0 < threads <= self.most_threads and threads % 32 == 0):
+            raise RuntimeError(f"{self.name}: {threads} threads of at most {self.most_threads}")
+        if not (0 < grid[0] < 2**31 and 0 < grid[1] < 65536):
+            raise RuntimeError(f"{self.name}: a grid of {grid}")
+        if not 0 <= shared_mem <= min(self.max_dynamic_shared_size_bytes, SHARED_MEMORY):
+            raise RuntimeError(f"{self.name}: {shared_mem} bytes of shared memory")
+        given = "".join("d" if type(a) is float else "i" if type(a) is int else "?" for a in args)
+        if given != self.kinds.replace("p", "i"):
+            raise TypeError(f"{self.name}: launched with {given} ({args}), the kernel takes {self.kinds}")
+        packed = b"".join(np.float64(a).tobytes() if type(a) is float else np.uint64(a % 2**64).tobytes() for a in args)
+        e = self.emulator
+        regions, blocks = e.memory.regions()
+        counters = Counters()
+        error = self.library.emulated_launch(
+            self.call, (ctypes.c_uint * 2)(*grid), ctypes.c_uint(threads), ctypes.c_size_t(shared_mem), packed, regions,
+            len(blocks), ctypes.c_uint32(e.next_serial), ctypes.c_uint64(e.seed), ctypes.byref(counters))
+        e.next_serial += grid[0] * grid[1]
+        e.launches.append(Launch(self.name, grid, threads, shared_mem, counters))
+        if error:
+            raise RuntimeError(f"{self.name}: {error.decode()}")
+        for b in blocks:
+            assert b.guards_are_whole(), f"{self.name}: memory around an array was written"
