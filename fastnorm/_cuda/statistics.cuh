@@ -112,14 +112,15 @@ template <class real>
 __device__ inline scale_of_row<real> settle(const moments<real>& m, double eps, int exponent, bool finite) {
     scale_of_row<real> s;
     power scale(exponent);
-    double rstd = reciprocal_root(m.variance() + scale.times_square(eps), (real)0);
+    double variance = m.variance(), rstd = reciprocal_root(variance + scale.times_square(eps), (real)0);
     s.hi = m.hi;
     s.lo = (real)m.lo;
     // A constant row with eps = 0: x_hat is zero, not 0 * inf.
     s.rstd = finite && !is_finite((real)rstd) ? (real)0 : (real)rstd;
     // The mean of a row with an infinity is that infinity.
     s.saved_mean = finite ? scale.divide(m.hi + m.lo) : (double)m.hi;
-    s.saved_rstd = scale.times(rstd);
+    // A constant row again: eps alone counts, and may not survive being scaled.
+    s.saved_rstd = variance == 0 ? reciprocal_root(eps, (real)0) : scale.times(rstd);
     return s;
 }
 
