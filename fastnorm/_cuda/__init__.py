@@ -20,4 +20,4 @@ def address(a):
 
 def is_read_only(a):
     """CuPy has no read-only arrays, but those of a stride of zero have elements that are not their own."""
-    return any(s == 0 and n > 1 for s, n in zip(a.strides, a.shape, strict=True))
+    return a.size > 0 and any(s == 0 and n > 1 for s, n in zip(a.strides, a.shape, strict=True))

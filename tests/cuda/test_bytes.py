@@ -12,7 +12,7 @@ from fastnorm._cuda import geometry  # noqa: E402
 
 DTYPES = [np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 # In packs of 16 bytes: each path and its ends, whole packs and not.
-LENGTHS = [1, 7, 64, 65, 100, 512, 513, 1024, 1025, 2048, 2049, 9000, 20000]
+LENGTHS = [1, 7, 64, 65, 513, 1024, 2048, 2049, 15000]
 
 
 def moved(emulated):
@@ -82,7 +82,8 @@ def test_backward_reads_x_and_dy_once(centered, dtype, packs, odd, emulated, rng
         sums = (2 * partials + 1) * n_sums * n * real if param_grads else 0
         assert figure + sums <= moved(emulated) <= 1.05 * (figure + sums) + small
         assert len(emulated.launches) == (1 if sweeps == 3 else 3) + param_grads
-        assert partials <= max(1, rows // 8)
+        if param_grads:
+            assert partials <= max(1, rows // 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)

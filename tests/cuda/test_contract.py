@@ -37,6 +37,8 @@ LEFT_OUT = {
     "test_the_longdouble_oracle_agrees_with_mpmath": "about the tests themselves",
     # Sums of blocks are float32 before they are added up in double, and then rounded: float32 or wider, as promised.
     "test_a_16_bit_gradient_is_rounded_once_from_the_double_sum": CPU_PROMISE,
+    # dy of another dtype goes another way there, and the sums of two ways need not have the same last bits.
+    "test_weight_bias_and_dy_are_rounded_to_the_arithmetic_type_and_no_further": CPU_PROMISE,
     "test_a_long_sum_of_float32_ones_does_not_stall": "2**24 rows; test_launches.py has it shorter",
 }
 
