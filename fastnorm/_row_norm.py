@@ -50,9 +50,8 @@ def forward(x, weight, bias, axis, eps, weight_offset, out, centered, with_stati
         target = y
         if out is not None and _arrays.needs_copy(y, (x,), (weight, bias), wing):
             target = xp.empty(y.shape, y.dtype)
-        order = _rows_then_columns(x.ndim, axes)
-        wing.row_norm_forward(x.transpose(order), len(axes), weight, weight_offset, bias, eps, target.transpose(order),
-                              mean, rstd, centered)
+        wing.row_norm_forward(_columns_last(x, axes), len(axes), weight, weight_offset, bias, eps,
+                              _columns_last(target, axes), mean, rstd, centered)
         if target is not y:
             wing.copy(target, y)
     return (y, mean, rstd) if with_statistics else y
@@ -98,17 +97,18 @@ def backward(dy, x, mean, rstd, weight, axis, weight_offset, param_grads, out, c
         target = dx
         if out is not None and _arrays.needs_copy(dx, (dy, x), (weight, mean, rstd), wing):
             target = xp.empty(dx.shape, dx.dtype)
-        order = _rows_then_columns(x.ndim, axes)
-        wing.row_norm_backward(dy.transpose(order), x.transpose(order), len(axes), weight, weight_offset, mean_row,
-                               rstd_row, target.transpose(order), dweight, dbias, centered)
+        wing.row_norm_backward(_columns_last(dy, axes), _columns_last(x, axes), len(axes), weight, weight_offset,
+                               mean_row, rstd_row, _columns_last(target, axes), dweight, dbias, centered)
         if target is not dx:
             wing.copy(target, dx)
     return dx, dweight, dbias
 
 
-def _rows_then_columns(ndim, axes):
-    """The order of axes in which the normalized ones come last."""
-    return tuple([a for a in range(ndim) if a not in axes]) + axes
+def _columns_last(a, axes):
+    """The array with the normalized axes at the end."""
+    if axes[0] == a.ndim - len(axes):
+        return a
+    return a.transpose(tuple([k for k in range(a.ndim) if k not in axes]) + axes)
 
 
 def _keepdims(x, axes):

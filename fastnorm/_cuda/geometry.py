@@ -24,6 +24,7 @@ class Plan(NamedTuple):
 
     @property
     def threads(self):
+        """Of a block."""
         return self.team * self.teams
 
 

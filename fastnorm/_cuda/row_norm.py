@@ -3,13 +3,14 @@
 All kernel arguments are pointers, 64-bit integers and doubles, which is what CuPy makes of Python's numbers.
 Only allocations and our own kernels, all on the current stream: what was called before can be captured in a graph.
 """
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from fastnorm._cuda import devices, geometry, sources
-from fastnorm._cuda.copies import copy, is_aligned, merged, storage_number
+from fastnorm._cuda.copies import STORAGE_TYPES, copy, is_aligned, merged, storage_number
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -24,65 +25,69 @@ class Rows(NamedTuple):
 
 def row_norm_forward(x, n_axes, weight, weight_offset, bias, eps, y, mean, rstd, centered):
     """Fill y, mean and rstd. fastnorm._backend has the contract of all wings."""
-    dtype = _storage(x, y)
-    arithmetic = _arithmetic(dtype)
+    dtype, arithmetic = _storage(x.dtype, y.dtype)
     n_rows, n_cols = _size(x, n_axes)
-    x_rows = _rows(x, n_axes, dtype)
-    y_rows = _rows(y, n_axes, dtype, fresh=True)
+    x_rows = _rows(x, n_axes, n_cols, dtype)
+    y_rows = _rows(y, n_axes, n_cols, dtype, fresh=True)
+    # The arrays stay alive by these names until the kernels are launched.
     weight, *weight_arguments = _parameter(weight, dtype, arithmetic)
     bias, *bias_arguments = _parameter(bias, dtype, arithmetic)
     width = _width(x_rows, y_rows)
-    number = devices.current()
-    plan = geometry.forward_plan(n_cols, dtype.itemsize, devices.properties(number).shared_memory)
-    launch = _launcher(number, plan, dtype, centered)
+    program = _program("forward", devices.current(), n_cols, dtype, centered)
+    plan, launch = program.plan, program.launch
     mean_pointer, rstd_pointer = _pointer(mean), _pointer(rstd)
     if plan.source == "row_forward":
         launch("row_forward", -(-n_rows // plan.teams),
-               x_rows.pointer, x_rows.stride, *weight_arguments, weight_offset, *bias_arguments, eps, y_rows.pointer,
-               y_rows.stride, mean_pointer, rstd_pointer, n_rows, n_cols, width, plan.team)
+               (x_rows.pointer, x_rows.stride, *weight_arguments, weight_offset, *bias_arguments, eps, y_rows.pointer,
+                y_rows.stride, mean_pointer, rstd_pointer, n_rows, n_cols, width, plan.team))
     else:
         n_slices = geometry.slices_of(n_cols, dtype.itemsize)
         slices, scales = cupy.empty(n_rows * n_slices * 4, _FLOAT64), cupy.empty(n_rows * 4, _FLOAT64)
-        launch("slice_forward_sums", n_rows * n_slices, x_rows.pointer, x_rows.stride, eps, slices.data.ptr, n_cols, width)
-        launch("slice_forward_settle", n_rows, slices.data.ptr, eps, scales.data.ptr, mean_pointer, rstd_pointer, n_cols)
-        launch("slice_forward_apply", n_rows * n_slices, x_rows.pointer, x_rows.stride, scales.data.ptr,
-               *weight_arguments, weight_offset, *bias_arguments, y_rows.pointer, y_rows.stride, n_cols, width)
+        launch("slice_forward_sums", n_rows * n_slices,
+               (x_rows.pointer, x_rows.stride, eps, slices.data.ptr, n_cols, width))
+        launch("slice_forward_settle", n_rows,
+               (slices.data.ptr, eps, scales.data.ptr, mean_pointer, rstd_pointer, n_cols))
+        launch("slice_forward_apply", n_rows * n_slices,
+               (x_rows.pointer, x_rows.stride, scales.data.ptr, *weight_arguments, weight_offset, *bias_arguments,
+                y_rows.pointer, y_rows.stride, n_cols, width))
     _deliver(y_rows, y)
 
 
 def row_norm_backward(dy, x, n_axes, weight, weight_offset, mean, rstd, dx, dweight, dbias, centered):
     """Fill dx, dweight and dbias. fastnorm._backend has the contract of all wings."""
-    dtype = _storage(x, dx, dy)
-    arithmetic = _arithmetic(dtype)
+    dtype, arithmetic = _storage(x.dtype, dx.dtype, dy.dtype)
     n_rows, n_cols = _size(x, n_axes)
-    dy_rows = _rows(dy, n_axes, dtype)
-    x_rows = dy_rows if dy is x else _rows(x, n_axes, dtype)
-    dx_rows = _rows(dx, n_axes, dtype, fresh=True)
+    dy_rows = _rows(dy, n_axes, n_cols, dtype)
+    x_rows = dy_rows if dy is x else _rows(x, n_axes, n_cols, dtype)
+    dx_rows = _rows(dx, n_axes, n_cols, dtype, fresh=True)
     weight, *weight_arguments = _parameter(weight, dtype, arithmetic)
     width = _width(dy_rows, x_rows, dx_rows)
     number = devices.current()
-    device = devices.properties(number)
-    plan = geometry.backward_plan(n_cols, dtype.itemsize, centered, device.shared_memory)
-    launch = _launcher(number, plan, dtype, centered)
+    multiprocessors = devices.properties(number).multiprocessors
+    program = _program("backward", number, n_cols, dtype, centered)
+    plan, launch = program.plan, program.launch
     n_sums = 2 if centered else 1
     inputs = (dy_rows.pointer, dy_rows.stride, x_rows.pointer, x_rows.stride)
+    mean_pointer, rstd_pointer = _pointer(mean), rstd.data.ptr
     if plan.source == "row_backward":
-        n_partials = geometry.backward_blocks(plan, n_rows, device.multiprocessors, dweight is not None)
+        n_partials = geometry.backward_blocks(plan, n_rows, multiprocessors, dweight is not None)
         partials = _partials(dweight, n_partials, n_sums, n_cols, arithmetic)
-        launch("row_backward", n_partials, *inputs, *weight_arguments, weight_offset, _pointer(mean), rstd.data.ptr,
-               dx_rows.pointer, dx_rows.stride, _pointer(partials), n_rows, n_cols, width, plan.team)
+        launch("row_backward", n_partials,
+               (*inputs, *weight_arguments, weight_offset, mean_pointer, rstd_pointer, dx_rows.pointer, dx_rows.stride,
+                _pointer(partials), n_rows, n_cols, width, plan.team))
     else:
         n_slices = geometry.slices_of(n_cols, dtype.itemsize)
-        runs, rows_per_chunk, n_partials = geometry.backward_chunks(n_rows, n_cols, dtype.itemsize, device.multiprocessors)
+        runs, rows_per_chunk, n_partials = geometry.backward_chunks(n_rows, n_cols, dtype.itemsize, multiprocessors)
         partials = _partials(dweight, n_partials, n_sums, n_cols, arithmetic)
         # Three totals for each slice, of one double or two; five numbers for each row.
         slices = cupy.empty(n_rows * n_slices * 3 * (1 if arithmetic is _FLOAT32 else 2), _FLOAT64)
         scales = cupy.empty(n_rows * 5, arithmetic)
-        launch("slice_backward_sums", n_rows * n_slices, *inputs, *weight_arguments, weight_offset, _pointer(mean),
-               slices.data.ptr, n_cols, width)
-        launch("slice_backward_settle", n_rows, slices.data.ptr, _pointer(mean), rstd.data.ptr, scales.data.ptr, n_cols)
-        launch("slice_backward_apply", runs * n_partials, *inputs, scales.data.ptr, *weight_arguments, weight_offset,
-               dx_rows.pointer, dx_rows.stride, _pointer(partials), n_rows, n_cols, rows_per_chunk, width)
+        launch("slice_backward_sums", n_rows * n_slices,
+               (*inputs, *weight_arguments, weight_offset, mean_pointer, slices.data.ptr, n_cols, width))
+        launch("slice_backward_settle", n_rows, (slices.data.ptr, mean_pointer, rstd_pointer, scales.data.ptr, n_cols))
+        launch("slice_backward_apply", runs * n_partials,
+               (*inputs, scales.data.ptr, *weight_arguments, weight_offset, dx_rows.pointer, dx_rows.stride,
+                _pointer(partials), n_rows, n_cols, rows_per_chunk, width))
     if dweight is not None:
         finish = sources.kernel(number, "finish_sums.cu", "finish_sums", 0, storage=arithmetic.name)
         finish((-(-n_cols // 32), n_sums), (256,),
@@ -91,27 +96,36 @@ def row_norm_backward(dy, x, n_axes, weight, weight_offset, mean, rstd, dx, dwei
     _deliver(dx_rows, dx)
 
 
-def _launcher(number, plan, dtype, centered):
-    """launch(name, blocks, *arguments) of the kernels of a plan."""
+class Program:
+    """The kernels for rows of one length, dtype and device."""
 
-    def launch(name, blocks, *arguments):
-        kernel = sources.kernel(number, plan.source + ".cu", name, plan.shared_memory, storage=dtype.name,
-                                centered=int(centered), **dict(plan.macros))
-        kernel((blocks,), (plan.threads,), arguments, shared_mem=plan.shared_memory)
+    def __init__(self, number, plan, dtype, centered):
+        self.number, self.plan = number, plan
+        self.macros = {"storage": dtype.name, "centered": int(centered), **dict(plan.macros)}
+        self.kernels = {}
 
-    return launch
+    def launch(self, name, blocks, arguments):
+        kernel = self.kernels.get(name)
+        if kernel is None:
+            kernel = sources.kernel(self.number, self.plan.source + ".cu", name, self.plan.shared_memory, **self.macros)
+            self.kernels[name] = kernel
+        kernel((blocks,), (self.plan.threads,), arguments, shared_mem=self.plan.shared_memory)
 
 
+@lru_cache(4096)
+def _program(direction, number, n_cols, dtype, centered):
+    shared_memory = devices.properties(number).shared_memory
+    plan = (geometry.forward_plan(n_cols, dtype.itemsize, shared_memory) if direction == "forward"
+            else geometry.backward_plan(n_cols, dtype.itemsize, centered, shared_memory))
+    return Program(number, plan, dtype, centered)
+
+
+@cache
 def _storage(x, *others):
-    """The dtype that the kernels work on: that of all arrays if they agree on a float type; otherwise the arithmetic
-    type of x, to and from which a copy converts."""
-    if x.dtype.name in ("float16", "bfloat16", "float32", "float64") and all(a.dtype == x.dtype for a in others):
-        return x.dtype
-    return _FLOAT32 if x.dtype.name in ("float16", "bfloat16", "float32") else _FLOAT64
-
-
-def _arithmetic(dtype):
-    return _FLOAT64 if dtype == _FLOAT64 else _FLOAT32
+    """(the dtype that the kernels work on, the arithmetic type). That of all arrays if they agree on a float type;
+    otherwise the arithmetic type of x, to and from which a copy converts."""
+    arithmetic = _FLOAT32 if x.name in ("float16", "bfloat16", "float32") else _FLOAT64
+    return x if x.name in STORAGE_TYPES[:4] and all(a == x for a in others) else arithmetic, arithmetic
 
 
 def _size(x, n_axes):
@@ -121,10 +135,9 @@ def _size(x, n_axes):
     return x.size // n_cols, n_cols
 
 
-def _rows(a, n_axes, dtype, fresh=False):
+def _rows(a, n_axes, n_cols, dtype, fresh=False):
     """The rows of an array as kernels take them: where they are, if the columns lie next to each other and one stride
     leads from row to row; otherwise in a copy. fresh: only the place is wanted, not what is there."""
-    n_rows, n_cols = _size(a, n_axes)
     if a.dtype == dtype:
         if a.flags.c_contiguous and a.data.ptr % dtype.itemsize == 0:
             return Rows(a, a.data.ptr, n_cols * dtype.itemsize)

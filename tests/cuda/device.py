@@ -10,7 +10,7 @@ import numpy as np
 
 import fastnorm
 import fastnorm.reference
-from fastnorm._cuda import copies, devices, sources
+from fastnorm._cuda import copies, devices, row_norm, sources
 
 
 class Gpu:
@@ -45,7 +45,7 @@ class Emulated:
 
     def install(self):
         self.kept = sources.module, devices.current, devices.entered, devices.properties
-        sources.kernel.cache_clear()
+        self.forget()
         sources.module = self.emulator.module
         self.number = 0
         devices.current = lambda: self.number
@@ -55,8 +55,14 @@ class Emulated:
 
     def remove(self):
         sources.module, devices.current, devices.entered, devices.properties = self.kept
-        sources.kernel.cache_clear()
+        self.forget()
         cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+
+    @staticmethod
+    def forget():
+        """Kernels that were compiled before."""
+        sources.kernel.cache_clear()
+        row_norm._program.cache_clear()
 
     def entered(self, number):
         return _Entered(self, number)

@@ -8,7 +8,7 @@ from device import get, put  # noqa: E402
 
 import fastnorm  # noqa: E402
 from fastnorm import reference  # noqa: E402
-from fastnorm._cuda import row_norm, sources  # noqa: E402
+from fastnorm._cuda import geometry, row_norm, sources  # noqa: E402
 
 FORWARD, LONG_ROWS, BACKWARD, LONG_BACKWARD = "forward", "long rows", "backward", "long backward"
 # Rows of one warp and of several, whole packs and not; in slices.
@@ -108,23 +108,28 @@ def test_a_fault_in_the_kernels_is_noticed(fault, emulated, monkeypatch):
     real = sources.files
     monkeypatch.setattr(sources, "files", lambda package: Folder())
     try:
-        for cached in (sources.joined, sources.kernel):
+        for cached in (sources.joined, sources.kernel, row_norm._program):
             cached.cache_clear()
         with pytest.raises((RuntimeError, AssertionError)):
             run(emulated, what)
     finally:
-        for cached in (sources.joined, sources.kernel):
+        for cached in (sources.joined, sources.kernel, row_norm._program):
             cached.cache_clear()
 
 
 def test_too_little_shared_memory_is_noticed(emulated, monkeypatch):
-    launcher = row_norm._launcher
+    right = geometry.forward_plan
     for missing in (16, 3072):
-        monkeypatch.setattr(
-            row_norm, "_launcher",
-            lambda number, plan, *rest, m=missing: launcher(number, plan._replace(shared_memory=plan.shared_memory - m), *rest))
+
+        def less(*arguments, missing=missing):
+            plan = right(*arguments)
+            return plan._replace(shared_memory=plan.shared_memory - missing)
+
+        monkeypatch.setattr(geometry, "forward_plan", less)
+        row_norm._program.cache_clear()
         with pytest.raises((RuntimeError, AssertionError)):
             fastnorm.layer_norm(put(np.ones((3, 40_000), np.float32)))
+    row_norm._program.cache_clear()
 
 
 def test_wrong_arguments_and_launches_are_noticed(emulated):

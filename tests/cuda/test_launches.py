@@ -115,7 +115,7 @@ def test_arrays_of_another_device_are_computed_there(emulated, device):
 
 
 def test_a_kernel_is_compiled_once_for_each_device(emulated, device):
-    sources.kernel.cache_clear()
+    device.forget()
     for _ in range(3):
         for number in (0, 1):
             with device.entered(number):
