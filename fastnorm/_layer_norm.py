@@ -65,6 +65,9 @@ def layer_norm(x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | 
     The result has the same bits for any number of threads, processor level and memory layout, and
     for a row whatever batch it stands in. NaN and infinity stay in their row.
 
+    CuPy arrays give CuPy arrays, computed on the device of x and its current stream; all arrays must
+    then be CuPy's, and on that device (ValueError). The bits are those of the GPU, not of the CPU.
+
     References
     ----------
     .. [1] J. L. Ba, J. R. Kiros, G. E. Hinton, "Layer Normalization", 2016, arXiv:1607.06450.

@@ -64,6 +64,9 @@ def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, *, axis: int | tuple
     result has the same bits for any number of threads, processor level and memory layout, and for
     a row whatever batch it stands in. NaN and infinity stay in their row.
 
+    CuPy arrays give CuPy arrays, computed on the device of x and its current stream; all arrays must
+    then be CuPy's, and on that device (ValueError). The bits are those of the GPU, not of the CPU.
+
     References
     ----------
     .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.

@@ -56,7 +56,7 @@ def test_the_names_of_the_distribution():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "fastnorm-nn"
     assert project["dependencies"] == ["numpy>=2.0"]
-    assert {"cuda12", "cuda13", "bf16", "dask", "test", "docs", "dev"} <= set(project["optional-dependencies"])
+    assert {"cuda12", "cuda13", "bf16", "dask", "test", "test-cuda", "docs", "dev"} <= set(project["optional-dependencies"])
     assert "Cython" not in " ".join(project["dependencies"])
 
 
@@ -120,7 +120,7 @@ def test_the_source_archive_builds_away_from_the_checkout(checkout, tmp_path):
     sources = {
         str(p.relative_to(ROOT))
         for p in PACKAGE.rglob("*")
-        if p.suffix in (".py", ".pyx", ".pxd", ".pxi", ".h", ".typed")
+        if p.suffix in (".py", ".pyx", ".pxd", ".pxi", ".h", ".cu", ".cuh", ".typed")
     }
     shipped = {n.split("/", 1)[1] for n in names if "/" in n}
     assert sources <= shipped, sources - shipped
@@ -136,7 +136,8 @@ def test_the_source_archive_builds_away_from_the_checkout(checkout, tmp_path):
     [wheel] = (tmp_path / "wheel").glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     print(run_in(tmp_path / "installed", "import numpy as np, fastnorm; print(fastnorm.layer_norm(np.eye(3)).sum())"))
-    assert (tmp_path / "installed/fastnorm/py.typed").exists()
+    for name in ("py.typed", "_cuda/row_forward.cu", "_cuda/sums.cuh"):
+        assert (tmp_path / "installed/fastnorm" / name).exists(), name
 
 
 @in_checkout

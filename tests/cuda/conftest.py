@@ -1,16 +1,34 @@
-"""Where the tests of the CUDA wing run: on a GPU if there is one, else on the emulator. The tests do not differ."""
+"""Where the tests of the CUDA wing run: on a GPU if there is one, else on the emulator. The tests do not differ.
+
+Without CuPy each of the test modules skips itself and says so.
+"""
+import platform
+import shutil
+
 import pytest
 
-cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
+try:
+    import cupy  # noqa: F401
+except ImportError:
+    pass
+else:
+    import emulator
+    from device import the_device
 
-from device import the_device  # noqa: E402
+    from fastnorm._cuda import geometry, sources
 
 
 @pytest.fixture(scope="session", autouse=True)
-def installed():
-    the_device().install()
+def installed(request):
+    device = the_device()
+    if device.is_emulated:
+        if platform.machine() not in ("x86_64", "AMD64") or shutil.which(emulator.COMPILER) is None:
+            pytest.skip("no GPU, and the emulator needs an x86-64 processor and g++")
+        if len(request.session.items) > 500:
+            emulator.build_all((sources.joined(s), sources.options(**dict(m))) for s, m in geometry.variants())
+    device.install()
     yield
-    the_device().remove()
+    device.remove()
 
 
 @pytest.fixture

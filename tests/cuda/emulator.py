@@ -9,8 +9,9 @@ import itertools
 import os
 import re
 import subprocess
-import tempfile
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cupy
@@ -21,7 +22,8 @@ COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fsanitize=undefined", "-static-libubsan"]
 if " fma " in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False:
     FLAGS.append("-mfma")
-CACHE = Path(tempfile.gettempdir(), f"fastnorm-emulator-{os.getuid() if hasattr(os, 'getuid') else 0}")
+# Beside the compiled tests: of this checkout alone, and kept from run to run.
+CACHE = Path(__file__).with_name("__pycache__") / "emulator"
 # What an H200 has, but for the few multiprocessors: with small tests, blocks must still get several rows.
 SHARED_MEMORY = 227 * 1024
 MULTIPROCESSORS = 3
@@ -103,28 +105,35 @@ class Module:
 
     def __init__(self, emulator, code, options):
         self.emulator, self.options = emulator, options
-        names = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(', code)
-        assert names, "no kernels"
-        self.library = ctypes.CDLL(str(built(code + "".join(f"\nEMULATED_KERNEL({n})" for n in names) + "\n", options)))
+        self.library = ctypes.CDLL(str(built(code, options)))
         self.library.emulated_launch.restype = ctypes.c_char_p
 
     def get_function(self, name):
         return Function(self, name)
 
 
-def built(source, options):
+def built(code, options):
     """The library of a source; built once, whoever asks."""
+    names = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(', code)
+    assert names, "no kernels"
+    source = code + "".join(f"\nEMULATED_KERNEL({n})" for n in names) + "\n"
     macros = [o for o in options if o.startswith("-D")]
     key = hashlib.sha256("\0".join([HEADER.read_text(), source, COMPILER, *FLAGS, *macros]).encode()).hexdigest()[:24]
     path = CACHE / f"{key}.so"
     if not path.exists():
-        CACHE.mkdir(exist_ok=True)
-        made = path.with_suffix(f".{os.getpid()}")
+        CACHE.mkdir(parents=True, exist_ok=True)
+        made = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         command = [COMPILER, *FLAGS, *macros, "-include", str(HEADER), "-x", "c++", "-", "-o", str(made)]
         done = subprocess.run(command, input=source, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr[:5000]
         made.replace(path)
     return path
+
+
+def build_all(sources_and_options):
+    """Ahead of their first use, on all processors."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda one: built(*one), sources_and_options))
 
 
 class Function:

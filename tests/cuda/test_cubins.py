@@ -15,6 +15,8 @@ from cupy.cuda import nvrtc  # noqa: E402
 from fastnorm._cuda import geometry, sources  # noqa: E402
 
 ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
+# Whose instructions are looked at one by one: the oldest, the one with most users, the newest.
+DISASSEMBLED = [75, 90, 120]
 TOOLS = [str(p) for root in nvidia.__path__ for p in Path(root).glob("*/bin")]
 # Registers of a multiprocessor; a thread gets them in eights.
 REGISTERS = 65536
@@ -33,11 +35,11 @@ def cubin_of(source, macros, architecture):
     return nvrtc.getCUBIN(program) + b"\0"
 
 
-def report_of(cubin, path):
-    """Resources by kernel, and the instructions of each."""
+def report_of(cubin, path, instructions):
+    """Resources by kernel, and the instructions of each if they are wanted."""
     path.write_bytes(cubin)
     environment = {**os.environ, "PATH": os.pathsep.join([*TOOLS, os.environ["PATH"]])}
-    command = ["cuobjdump", "-res-usage", "-sass", str(path)]
+    command = ["cuobjdump", "-res-usage", *(["-sass"] if instructions else []), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     resources = {
@@ -50,12 +52,13 @@ def report_of(cubin, path):
 
 @pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: f"sm_{a}")
 def reports(request, tmp_path_factory):
-    """(variant, resources, instructions) of all of them."""
+    """(variant, resources, instructions) of all of them; no instructions for some architectures."""
     folder = tmp_path_factory.mktemp("cubins")
 
     def one(k):
         source, macros = KERNELS[k]
-        return KERNELS[k], *report_of(cubin_of(source, macros, request.param), folder / f"{k}.cubin")
+        cubin = cubin_of(source, macros, request.param)
+        return KERNELS[k], *report_of(cubin, folder / f"{k}.cubin", request.param in DISASSEMBLED)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(one, range(len(KERNELS))))
@@ -64,17 +67,17 @@ def reports(request, tmp_path_factory):
 def test_every_kernel_compiles_and_fits(reports):
     assert 50 < len(reports) <= 100
     for (source, macros), resources, instructions in reports:
-        assert resources.keys() == instructions.keys() and resources
+        assert resources and (resources.keys() == instructions.keys() or not instructions)
         for name, r in resources.items():
             note = (source, macros, name, r)
             assert r["stack"] == r["local"] == 0, note
-            assert not re.search(r"\b(LDL|STL)\b", instructions[name]), note
+            assert not re.search(r"\b(LDL|STL)\b", instructions.get(name, "")), note
             threads = dict(macros).get("threads", 256)
             assert -(-r["registers"] // 8) * 8 * threads <= REGISTERS, note
             # All shared memory is dynamic; from sm_90 on the system keeps a kilobyte.
             assert r["shared"] in (0, 1024), note
             # No atomics: the sums have one order.
-            assert not re.search(r"\b(RED|ATOM|ATOMG|ATOMS)\b", instructions[name]), note
+            assert not re.search(r"\b(RED|ATOM|ATOMG|ATOMS)\b", instructions.get(name, "")), note
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(reports):

@@ -1,0 +1,233 @@
+"""One script for a machine with a GPU: the tests on the device, then how fast it is. Prints its table last.
+
+    python benchmarks/gpu_report.py [--no-tests] [--no-sanitizer] [--seconds 280]
+
+Times are medians of CUDA events over calls that go round through more memory than the second-level cache holds.
+The yardstick is a device copy measured in the same run. PyTorch (eager and compiled) and plain CuPy are beside it
+where they are installed.
+"""
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = [64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 262144]
+COMPILED_COLUMNS = [1024, 4096, 16384, 65536]
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+# Bytes of x: far beyond any second-level cache.
+SIZE = 256 << 20
+ROUNDS = 3
+
+
+def progress(text):
+    print(f"# {text}", file=sys.stderr, flush=True)
+
+
+# ---- tests ----------------------------------------------------------------------------------------
+
+
+def run_tests(deadline):
+    """The same files as without a GPU. Returns a line for the report."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda", "--ignore=tests/cuda/test_cubins.py"]
+    progress(" ".join(command[2:]))
+    return last_line("pytest tests/cuda", command, deadline)
+
+
+def run_sanitizer(deadline):
+    """compute-sanitizer over cases that are small enough for it."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return ["compute-sanitizer: not installed"]
+    lines = []
+    for check in ("memcheck", "racecheck", "synccheck", "initcheck"):
+        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-p",
+                   "no:cacheprovider", "tests/cuda/test_launches.py", "-k", "paths_around or views or one_launch"]
+        progress(f"compute-sanitizer {check}")
+        lines.append(last_line(f"compute-sanitizer {check}", command, min(deadline, time.monotonic() + 40)))
+    return lines
+
+
+def last_line(name, command, deadline):
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return f"{name}: out of time"
+    text = (done.stdout.strip() or done.stderr.strip()).splitlines() or [""]
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
+    return f"{name}: exit code {done.returncode}; {text[-1]}"
+
+
+# ---- times ----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Median microseconds of a call, over arrays that take turns."""
+
+    def __init__(self, cupy):
+        self.cupy = cupy
+        self.events = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(60)]
+
+    def time(self, calls, seconds=0.15):
+        """calls: the same work on different arrays."""
+        for call in calls:
+            call()
+        self.cupy.cuda.Device().synchronize()
+        start = time.perf_counter()
+        calls[0]()
+        self.cupy.cuda.Device().synchronize()
+        once = max(1e-5, time.perf_counter() - start)
+        count = int(min(len(self.events), max(7, seconds / once)))
+        for k, (before, after) in enumerate(self.events[:count]):
+            before.record()
+            calls[k % len(calls)]()
+            after.record()
+        self.cupy.cuda.Device().synchronize()
+        return statistics.median(1e3 * self.cupy.cuda.get_elapsed_time(b, a) for b, a in self.events[:count])
+
+
+def host_cost(cupy, call):
+    """Microseconds until a call returns, its kernels still queued."""
+    best = float("inf")
+    for _ in range(20):
+        cupy.cuda.Device().synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            call()
+        best = min(best, (time.perf_counter() - start) / 50)
+    cupy.cuda.Device().synchronize()
+    return 1e6 * best
+
+
+def dtype_of(name):
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def plain_cupy(cupy, x, w, b):
+    mean = x.mean(axis=-1, keepdims=True)
+    var = x.var(axis=-1, keepdims=True)
+    return (x - mean) / cupy.sqrt(var + 1e-5) * w + b
+
+
+def rows_of_table(cupy, deadline):
+    """Lines of text, as they are measured."""
+    import fastnorm
+
+    try:
+        import torch
+        if not torch.cuda.is_available():
+            torch = None
+    except ImportError:
+        torch = None
+    clock = Clock(cupy)
+    yield (f"{'dtype':9s} {'N':>7s} {'M':>8s} | {'copy GB/s':>9s} | {'forward':>8s} {'GB/s':>6s} {'%copy':>5s} | {'backward':>8s} "
+           f"{'GB/s':>6s} {'%copy':>5s} | {'rms %':>5s} | {'torch':>6s} {'comp.':>6s} {'bwd':>6s} {'cupy':>6s}   (times of peers / ours)")
+    for name in DTYPES:
+        dtype = dtype_of(name)
+        for n in COLUMNS:
+            if time.monotonic() > deadline:
+                yield "out of time"
+                return
+            m = max(1, SIZE // (n * dtype.itemsize))
+            size = m * n * dtype.itemsize
+            xs = [cupy.empty((m, n), dtype) for _ in range(ROUNDS)]
+            for x in xs:
+                block = cupy.random.standard_normal((min(m, 4096), n), dtype=cupy.float32)
+                for start in range(0, m, block.shape[0]):
+                    x[start : start + block.shape[0]] = block[: m - start].astype(dtype)
+            ys = [cupy.empty((m, n), dtype) for _ in range(ROUNDS)]
+            w, b = cupy.ones(n, dtype), cupy.zeros(n, dtype)
+            _, mean, rstd = fastnorm.layer_norm_forward(xs[0])
+            # A copy kernel, not the copy engine: reads and writes as a kernel does.
+            copy = clock.time([lambda x=x, y=y: cupy.copyto(y, x) for x, y in zip(xs, ys, strict=True)])
+            forward = clock.time([lambda x=x, y=y: fastnorm.layer_norm(x, w, b, out=y) for x, y in zip(xs, ys, strict=True)])
+            rms = clock.time([lambda x=x, y=y: fastnorm.rms_norm(x, w, out=y) for x, y in zip(xs, ys, strict=True)])
+            backward = clock.time([lambda k=k: fastnorm.layer_norm_backward(xs[k], xs[k - 1], mean, rstd, w, out=ys[k])
+                                   for k in range(ROUNDS)])
+            rate = 2 * size / copy / 1e3
+            peers = ["", "", "", ""]
+            if torch is not None:
+                peers[:3] = torch_times(torch, clock, xs, w, b, n, deadline)
+            if name != "bfloat16":
+                peers[3] = clock.time([lambda x=x: plain_cupy(cupy, x, w, b) for x in xs[:1]], 0.05)
+            ratios = [f"{p / (backward if k == 2 else forward):6.2f}" if p else f"{'-':>6s}" for k, p in enumerate(peers)]
+            yield (f"{name:9s} {n:7d} {m:8d} | {rate:9.0f} | {forward:8.1f} {2 * size / forward / 1e3:6.0f} "
+                   f"{100 * copy / forward:5.0f} | {backward:8.1f} {3 * size / backward / 1e3:6.0f} "
+                   f"{150 * copy / backward:5.0f} | {100 * copy / rms:5.0f} | {' '.join(ratios)}")
+            del xs, ys
+            cupy.get_default_memory_pool().free_all_blocks()
+    x, y, w = cupy.ones((32, 768), cupy.float16), cupy.ones((32, 768), cupy.float16), cupy.ones(768, cupy.float16)
+    _, mean, rstd = fastnorm.layer_norm_forward(x)
+    yield (f"launch cost on the host, (32, 768) float16, microseconds: layer_norm(out=) "
+           f"{host_cost(cupy, lambda: fastnorm.layer_norm(x, w, w, out=y)):.1f}, rms_norm(out=) "
+           f"{host_cost(cupy, lambda: fastnorm.rms_norm(x, w, out=y)):.1f}, layer_norm_backward(out=) "
+           f"{host_cost(cupy, lambda: fastnorm.layer_norm_backward(x, x, mean, rstd, w, out=y)):.1f}, cupy.add(out=) "
+           f"{host_cost(cupy, lambda: cupy.add(x, x, out=y)):.1f}")
+
+
+def torch_times(torch, clock, xs, w, b, n, deadline):
+    """(eager, compiled, backward) of PyTorch on the same memory, None where it was not tried."""
+    norm = torch.nn.functional.layer_norm
+    ts = [torch.from_dlpack(x) for x in xs]
+    tw, tb = torch.from_dlpack(w), torch.from_dlpack(b)
+    stream = torch.cuda.ExternalStream(clock.cupy.cuda.get_current_stream().ptr)
+    with torch.cuda.stream(stream):
+        eager = clock.time([lambda t=t: norm(t, (n,), tw, tb) for t in ts])
+        compiled = None
+        if n in COMPILED_COLUMNS and ts[0].element_size() == 2 and time.monotonic() + 30 < deadline:
+            fused = torch.compile(lambda t: norm(t, (n,), tw, tb))
+            compiled = clock.time([lambda t=t: fused(t) for t in ts])
+        out, mean, rstd = torch.ops.aten.native_layer_norm(ts[0], (n,), tw, tb, 1e-5)
+        del out
+        backward = clock.time([lambda t=t: torch.ops.aten.native_layer_norm_backward(
+            t, ts[0], (n,), mean, rstd, tw, tb, [True, True, True]) for t in ts])
+    return eager, compiled, backward
+
+
+# ---- report ---------------------------------------------------------------------------------------
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-tests", action="store_true", help="only the table")
+    parser.add_argument("--no-sanitizer", action="store_true", help="without compute-sanitizer")
+    parser.add_argument("--seconds", type=float, default=280, help="when to stop, from the start (default 280)")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
+    try:
+        import cupy
+    except ImportError:
+        print("CuPy is not installed: pip install 'fastnorm-nn[cuda13]' or [cuda12]")
+        return 2
+    if not cupy.cuda.is_available():
+        print("no GPU that CuPy can use; tests/cuda runs without one")
+        return 2
+    lines = []
+    if not arguments.no_tests:
+        lines.append(run_tests(min(deadline, time.monotonic() + 0.5 * arguments.seconds)))
+        if not arguments.no_sanitizer:
+            lines += run_sanitizer(min(deadline, time.monotonic() + 0.2 * arguments.seconds))
+    table = []
+    for row in rows_of_table(cupy, deadline):
+        progress(row)
+        table.append(row)
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    print("\n".join(lines))
+    print(f"{properties['name'].decode()}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
+          f"{time.strftime('%Y-%m-%d')}; microseconds, x of {SIZE >> 20} MiB, layer_norm with weight and bias")
+    print("\n".join(table))
+    return 0 if all("exit code 0" in line or "not installed" in line for line in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

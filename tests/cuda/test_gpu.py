@@ -1,0 +1,82 @@
+"""What only a GPU can show: streams, graphs, what the runtime knows of the kernels."""
+import pytest
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
+
+import numpy as np  # noqa: E402
+
+import fastnorm  # noqa: E402
+from fastnorm._cuda import devices, geometry, sources  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not cupy.cuda.is_available(), reason="needs a GPU")
+
+
+def test_everything_runs_on_the_current_stream():
+    """G03: with work queued in front, on a stream that waits for no other."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for _ in range(20):
+        with stream:
+            x = cupy.zeros((4096, 1024), cupy.float32)
+            for _ in range(20):
+                x += 1
+            x[:, ::2] += 2
+            y, mean, rstd = fastnorm.layer_norm_forward(x)
+            dx, dweight, dbias = fastnorm.layer_norm_backward(y, x, mean, rstd)
+            turned = fastnorm.layer_norm(x.T, axis=0)
+        stream.synchronize()
+        assert abs(float(y[0, 0]) - 1) < 1e-4 and abs(float(y[0, 1]) + 1) < 1e-4
+        assert abs(float(turned[0, 0]) - 1) < 1e-4
+        assert abs(float(dweight[0]) - 4096) < 1 and abs(float(dbias[0]) - 4096) < 1
+
+
+@pytest.mark.parametrize("columns", [64, 4096, 100_000])
+def test_a_call_can_be_captured_once_its_kernels_are_there(columns):
+    """With out=, on a stream of its own; replayed on other values. What is allocated inside comes from a pool that lives on."""
+    x, dy = cupy.random.standard_normal((2, 64, columns)).astype(cupy.float32)
+    y, dx = cupy.empty_like(x), cupy.empty_like(x)
+
+    def step():
+        _, mean, rstd = fastnorm.layer_norm_forward(x, out=y)
+        return mean, rstd, *fastnorm.layer_norm_backward(dy, x, mean, rstd, out=dx)
+
+    step()
+    pool = cupy.cuda.MemoryPool()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        step()
+        stream.synchronize()
+        stream.begin_capture()
+        results = step()
+        graph = stream.end_capture()
+    for _ in range(3):
+        x[...] = cupy.random.standard_normal(x.shape)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        expected = fastnorm.layer_norm(x)
+        assert (y == expected).all()
+        _, mean, rstd = fastnorm.layer_norm_forward(x)
+        assert (dx == fastnorm.layer_norm_backward(dy, x, mean, rstd)[0]).all()
+    assert results[2] is dx
+
+
+def test_no_kernel_spills_and_all_can_be_launched():
+    device = devices.current()
+    for source, macros in geometry.variants():
+        name = {"copy.cu": "copy_tiles", "slice_forward.cu": "slice_forward_sums",
+                "slice_backward.cu": "slice_backward_apply"}.get(source, source.removesuffix(".cu"))
+        kernel = sources.kernel(device, source, name, 0, **dict(macros))
+        assert kernel.local_size_bytes == 0, (source, macros)
+        assert kernel.max_threads_per_block >= dict(macros).get("threads", 256), (source, macros)
+
+
+def test_large_arrays_are_right_and_the_same_each_time():
+    x, dy = cupy.random.standard_normal((2, 20_000, 1024), dtype=cupy.float32)
+    y, mean, rstd = fastnorm.layer_norm_forward(x)
+    first = fastnorm.layer_norm_backward(dy, x, mean, rstd)
+    for _ in range(5):
+        again = fastnorm.layer_norm_backward(dy, x, mean, rstd)
+        assert all((p == q).all() for p, q in zip(first, again, strict=True))
+        assert (fastnorm.layer_norm(x) == y).all()
+    np.testing.assert_allclose(y.mean(axis=1).get(), 0, atol=1e-5)
+    np.testing.assert_allclose(first[2].get(), dy.sum(axis=0, dtype=cupy.float64).get(), rtol=1e-6, atol=1e-3)
