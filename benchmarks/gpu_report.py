@@ -6,12 +6,14 @@ Times are medians of CUDA events over calls that go round through more memory th
 The yardstick is a device copy measured in the same run. PyTorch (eager and compiled) and plain CuPy are beside it
 where they are installed.
 """
+
 import argparse
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,16 @@ def progress(text):
 
 def run_tests(deadline):
     """The same files as without a GPU. Returns a line for the report."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda", "--ignore=tests/cuda/test_cubins.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/cuda",
+        "--ignore=tests/cuda/test_cubins.py",
+    ]
     progress(" ".join(command[2:]))
     return last_line("pytest tests/cuda", command, deadline)
 
@@ -46,8 +57,22 @@ def run_sanitizer(deadline):
         return ["compute-sanitizer: not installed"]
     lines = []
     for check in ("memcheck", "racecheck", "synccheck", "initcheck"):
-        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-p",
-                   "no:cacheprovider", "tests/cuda/test_launches.py", "-k", "paths_around or views or one_launch"]
+        command = [
+            tool,
+            "--tool",
+            check,
+            "--error-exitcode",
+            "9",
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/cuda/test_launches.py",
+            "-k",
+            "paths_around or views or one_launch",
+        ]
         progress(f"compute-sanitizer {check}")
         lines.append(last_line(f"compute-sanitizer {check}", command, min(deadline, time.monotonic() + 40)))
     return lines
@@ -55,7 +80,9 @@ def run_sanitizer(deadline):
 
 def last_line(name, command, deadline):
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1, deadline - time.monotonic()))
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=max(1, deadline - time.monotonic())
+        )
     except subprocess.TimeoutExpired:
         return f"{name}: out of time"
     text = (done.stdout.strip() or done.stderr.strip()).splitlines() or [""]
@@ -113,66 +140,95 @@ def dtype_of(name):
     return np.dtype(name)
 
 
+@cache
+def copy_kernel(cupy):
+    """copy(x, y) as a kernel of CuPy's: cupy.copyto of contiguous arrays is a memcpy, which may use another engine."""
+    kernel = cupy.ElementwiseKernel("float32 x", "float32 y", "y = x", "report_copy")
+    return lambda x, y: kernel(x.reshape(-1).view(cupy.float32), y.reshape(-1).view(cupy.float32))
+
+
 def plain_cupy(cupy, x, w, b):
     mean = x.mean(axis=-1, keepdims=True)
     var = x.var(axis=-1, keepdims=True)
     return (x - mean) / cupy.sqrt(var + 1e-5) * w + b
 
 
+HEAD = (
+    "dtype           N        M | copy GB/s |  forward   GB/s %copy | backward   GB/s %copy | rms % |"
+    "  torch  comp.    bwd   cupy   (times of peers / ours)"
+)
+
+
 def rows_of_table(cupy, deadline):
     """Lines of text, as they are measured."""
-    import fastnorm
-
     try:
         import torch
-        if not torch.cuda.is_available():
-            torch = None
+
+        torch = torch if torch.cuda.is_available() else None
     except ImportError:
         torch = None
     clock = Clock(cupy)
-    yield (f"{'dtype':9s} {'N':>7s} {'M':>8s} | {'copy GB/s':>9s} | {'forward':>8s} {'GB/s':>6s} {'%copy':>5s} | {'backward':>8s} "
-           f"{'GB/s':>6s} {'%copy':>5s} | {'rms %':>5s} | {'torch':>6s} {'comp.':>6s} {'bwd':>6s} {'cupy':>6s}   (times of peers / ours)")
+    yield HEAD
     for name in DTYPES:
-        dtype = dtype_of(name)
         for n in COLUMNS:
             if time.monotonic() > deadline:
                 yield "out of time"
                 return
-            m = max(1, SIZE // (n * dtype.itemsize))
-            size = m * n * dtype.itemsize
-            xs = [cupy.empty((m, n), dtype) for _ in range(ROUNDS)]
-            for x in xs:
-                block = cupy.random.standard_normal((min(m, 4096), n), dtype=cupy.float32)
-                for start in range(0, m, block.shape[0]):
-                    x[start : start + block.shape[0]] = block[: m - start].astype(dtype)
-            ys = [cupy.empty((m, n), dtype) for _ in range(ROUNDS)]
-            w, b = cupy.ones(n, dtype), cupy.zeros(n, dtype)
-            _, mean, rstd = fastnorm.layer_norm_forward(xs[0])
-            # A copy kernel, not the copy engine: reads and writes as a kernel does.
-            copy = clock.time([lambda x=x, y=y: cupy.copyto(y, x) for x, y in zip(xs, ys, strict=True)])
-            forward = clock.time([lambda x=x, y=y: fastnorm.layer_norm(x, w, b, out=y) for x, y in zip(xs, ys, strict=True)])
-            rms = clock.time([lambda x=x, y=y: fastnorm.rms_norm(x, w, out=y) for x, y in zip(xs, ys, strict=True)])
-            backward = clock.time([lambda k=k: fastnorm.layer_norm_backward(xs[k], xs[k - 1], mean, rstd, w, out=ys[k])
-                                   for k in range(ROUNDS)])
-            rate = 2 * size / copy / 1e3
-            peers = ["", "", "", ""]
-            if torch is not None:
-                peers[:3] = torch_times(torch, clock, xs, w, b, n, deadline)
-            if name != "bfloat16":
-                peers[3] = clock.time([lambda x=x: plain_cupy(cupy, x, w, b) for x in xs[:1]], 0.05)
-            ratios = [f"{p / (backward if k == 2 else forward):6.2f}" if p else f"{'-':>6s}" for k, p in enumerate(peers)]
-            yield (f"{name:9s} {n:7d} {m:8d} | {rate:9.0f} | {forward:8.1f} {2 * size / forward / 1e3:6.0f} "
-                   f"{100 * copy / forward:5.0f} | {backward:8.1f} {3 * size / backward / 1e3:6.0f} "
-                   f"{150 * copy / backward:5.0f} | {100 * copy / rms:5.0f} | {' '.join(ratios)}")
-            del xs, ys
+            yield measured(cupy, torch, clock, name, n, deadline)
             cupy.get_default_memory_pool().free_all_blocks()
+    yield launch_costs(cupy)
+
+
+def measured(cupy, torch, clock, name, n, deadline):
+    """One row of the table."""
+    import fastnorm
+
+    dtype = dtype_of(name)
+    m = max(1, SIZE // (n * dtype.itemsize))
+    size = m * n * dtype.itemsize
+    xs, ys = ([cupy.empty((m, n), dtype) for _ in range(ROUNDS)] for _ in range(2))
+    for x in xs:
+        block = cupy.random.standard_normal((min(m, 4096), n), dtype=cupy.float32)
+        for start in range(0, m, block.shape[0]):
+            x[start : start + block.shape[0]] = block[: m - start].astype(dtype)
+    w, b = cupy.ones(n, dtype), cupy.zeros(n, dtype)
+    _, mean, rstd = fastnorm.layer_norm_forward(xs[0])
+    pairs = list(zip(xs, ys, strict=True))
+    # A copy kernel, not the copy engine: reads and writes as a kernel does.
+    copy = clock.time([partial(copy_kernel(cupy), x, y) for x, y in pairs])
+    forward = clock.time([partial(fastnorm.layer_norm, x, w, b, out=y) for x, y in pairs])
+    rms = clock.time([partial(fastnorm.rms_norm, x, w, out=y) for x, y in pairs])
+    backward = clock.time(
+        [partial(fastnorm.layer_norm_backward, xs[k], xs[k - 1], mean, rstd, w, out=ys[k]) for k in range(ROUNDS)]
+    )
+    eager = compiled = torch_backward = plain = None
+    if torch is not None:
+        eager, compiled, torch_backward = torch_times(torch, clock, xs, w, b, n, deadline)
+    if name != "bfloat16":
+        plain = clock.time([partial(plain_cupy, cupy, xs[0], w, b)], 0.05)
+    ratios = ((eager, forward), (compiled, forward), (torch_backward, backward), (plain, forward))
+    return (
+        f"{name:9s} {n:7d} {m:8d} | {2 * size / copy / 1e3:9.0f} | "
+        f"{forward:8.1f} {2 * size / forward / 1e3:6.0f} {100 * copy / forward:5.0f} | "
+        f"{backward:8.1f} {3 * size / backward / 1e3:6.0f} {150 * copy / backward:5.0f} | {100 * copy / rms:5.0f} | "
+        + " ".join(f"{theirs / ours:6.2f}" if theirs else f"{'-':>6s}" for theirs, ours in ratios)
+    )
+
+
+def launch_costs(cupy):
+    """What a call costs the host."""
+    import fastnorm
+
     x, y, w = cupy.ones((32, 768), cupy.float16), cupy.ones((32, 768), cupy.float16), cupy.ones(768, cupy.float16)
     _, mean, rstd = fastnorm.layer_norm_forward(x)
-    yield (f"launch cost on the host, (32, 768) float16, microseconds: layer_norm(out=) "
-           f"{host_cost(cupy, lambda: fastnorm.layer_norm(x, w, w, out=y)):.1f}, rms_norm(out=) "
-           f"{host_cost(cupy, lambda: fastnorm.rms_norm(x, w, out=y)):.1f}, layer_norm_backward(out=) "
-           f"{host_cost(cupy, lambda: fastnorm.layer_norm_backward(x, x, mean, rstd, w, out=y)):.1f}, cupy.add(out=) "
-           f"{host_cost(cupy, lambda: cupy.add(x, x, out=y)):.1f}")
+    calls = {
+        "layer_norm(out=)": partial(fastnorm.layer_norm, x, w, w, out=y),
+        "rms_norm(out=)": partial(fastnorm.rms_norm, x, w, out=y),
+        "layer_norm_backward(out=)": partial(fastnorm.layer_norm_backward, x, x, mean, rstd, w, out=y),
+        "cupy.add(out=)": partial(cupy.add, x, x, out=y),
+    }
+    times = ", ".join(f"{name} {host_cost(cupy, call):.1f}" for name, call in calls.items())
+    return f"launch cost on the host, (32, 768) float16, microseconds: {times}"
 
 
 def torch_times(torch, clock, xs, w, b, n, deadline):
@@ -180,17 +236,17 @@ def torch_times(torch, clock, xs, w, b, n, deadline):
     norm = torch.nn.functional.layer_norm
     ts = [torch.from_dlpack(x) for x in xs]
     tw, tb = torch.from_dlpack(w), torch.from_dlpack(b)
-    stream = torch.cuda.ExternalStream(clock.cupy.cuda.get_current_stream().ptr)
-    with torch.cuda.stream(stream):
-        eager = clock.time([lambda t=t: norm(t, (n,), tw, tb) for t in ts])
+    native = torch.ops.aten
+    with torch.cuda.stream(torch.cuda.ExternalStream(clock.cupy.cuda.get_current_stream().ptr)):
+        eager = clock.time([partial(norm, t, (n,), tw, tb) for t in ts])
         compiled = None
         if n in COMPILED_COLUMNS and ts[0].element_size() == 2 and time.monotonic() + 30 < deadline:
-            fused = torch.compile(lambda t: norm(t, (n,), tw, tb))
-            compiled = clock.time([lambda t=t: fused(t) for t in ts])
-        out, mean, rstd = torch.ops.aten.native_layer_norm(ts[0], (n,), tw, tb, 1e-5)
-        del out
-        backward = clock.time([lambda t=t: torch.ops.aten.native_layer_norm_backward(
-            t, ts[0], (n,), mean, rstd, tw, tb, [True, True, True]) for t in ts])
+            fused = torch.compile(lambda t, w, b: norm(t, (n,), w, b))
+            compiled = clock.time([partial(fused, t, tw, tb) for t in ts])
+        _, mean, rstd = native.native_layer_norm(ts[0], (n,), tw, tb, 1e-5)
+        backward = clock.time(
+            [partial(native.native_layer_norm_backward, t, ts[0], (n,), mean, rstd, tw, tb, [True] * 3) for t in ts]
+        )
     return eager, compiled, backward
 
 
@@ -223,8 +279,10 @@ def main():
         table.append(row)
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     print("\n".join(lines))
-    print(f"{properties['name'].decode()}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
-          f"{time.strftime('%Y-%m-%d')}; microseconds, x of {SIZE >> 20} MiB, layer_norm with weight and bias")
+    print(
+        f"{properties['name'].decode()}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
+        f"{time.strftime('%Y-%m-%d')}; microseconds, x of {SIZE >> 20} MiB, layer_norm with weight and bias"
+    )
     print("\n".join(table))
     return 0 if all("exit code 0" in line or "not installed" in line for line in lines) else 1
 

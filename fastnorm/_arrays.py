@@ -25,8 +25,8 @@ def array(name, value, wing):
     """value as a plain array of the wing and on the current device, of a dtype that kernels read."""
     if type(value) is not wing.xp.ndarray:
         if backend_of(name, value) is not wing:
-            raise TypeError(f"{name}: {type(value).__module__}.{type(value).__qualname__} does not mix with the kind of "
-                            f"array that x is; convert one of them first")
+            raise TypeError(f"{name}: {type(value).__module__}.{type(value).__qualname__} does not mix with the kind "
+                            f"of array that x is; convert one of them first")
         value = wing.xp.asarray(value)
     if not _types(value.dtype)[0]:
         raise TypeError(f"{name}: dtype {value.dtype} is not supported; expected {_SUPPORTED}")

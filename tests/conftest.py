@@ -1,4 +1,5 @@
 """Options, profiles and fixtures of the whole suite."""
+
 import numpy as np
 import pytest
 from hypothesis import settings

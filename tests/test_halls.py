@@ -95,8 +95,12 @@ def test_the_wings_have_the_same_names_and_arguments():
         assert [a.split()[-1] for a in ours.split(",")] == [a.strip() for a in theirs.split(",")]
     wings = [ast.parse((PACKAGE / w / "__init__.py").read_text()) for w in ("_cpu", "_cuda")]
     names = [
-        {n.value for node in wing.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
-         for n in node.value.elts}
+        {
+            n.value
+            for node in wing.body
+            if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+            for n in node.value.elts
+        }
         for wing in wings
     ]
     # The CPU wing has threads and processor levels besides.

@@ -56,7 +56,9 @@ def test_the_names_of_the_distribution():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "fastnorm-nn"
     assert project["dependencies"] == ["numpy>=2.0"]
-    assert {"cuda12", "cuda13", "bf16", "dask", "test", "test-cuda", "docs", "dev"} <= set(project["optional-dependencies"])
+    assert {"cuda12", "cuda13", "bf16", "dask", "test", "test-cuda", "docs", "dev"} <= set(
+        project["optional-dependencies"]
+    )
     assert "Cython" not in " ".join(project["dependencies"])
 
 
@@ -147,7 +149,7 @@ def test_a_compiler_without_openmp_builds_a_package_that_works(checkout, tmp_pat
     """P03: stock Apple clang rejects -fopenmp. Same bits, one thread, and show_config says so."""
     compiler = tmp_path / "cc"
     compiler.write_text(
-        '#!/bin/sh\n'
+        "#!/bin/sh\n"
         'for a in "$@"; do case "$a" in *openmp*) echo "unsupported option -fopenmp" >&2; exit 1;; esac; done\n'
         'exec gcc "$@"\n'
     )

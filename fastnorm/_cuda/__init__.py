@@ -26,4 +26,6 @@ def address(a):
 
 def is_read_only(a):
     """CuPy has no read-only arrays, but those of a stride of zero have elements that are not their own."""
-    return not a.flags.c_contiguous and a.size > 0 and any(s == 0 and n > 1 for s, n in zip(a.strides, a.shape, strict=True))
+    if a.flags.c_contiguous or a.size == 0:
+        return False
+    return any(s == 0 and n > 1 for s, n in zip(a.strides, a.shape, strict=True))

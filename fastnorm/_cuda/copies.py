@@ -42,7 +42,8 @@ def copy(source, target):
         return
     # Densest dimension of target last.
     order = sorted(range(target.ndim), key=lambda d: -abs(target.strides[d]))
-    shape, from_strides, to_strides = merged(*([a[d] for d in order] for a in (target.shape, source.strides, target.strides)))
+    ordered = ([numbers[d] for d in order] for numbers in (target.shape, source.strides, target.strides))
+    shape, from_strides, to_strides = merged(*ordered)
     dims = list(zip(shape, from_strides, to_strides, strict=True))
     turned = False
     if dims:
@@ -60,7 +61,8 @@ def copy(source, target):
         n4, n5 = inner[4][0], inner[5][0]
         blocks = count // (n4 * n5) * -(-n4 // _TILE) * -(-n5 // _TILE)
     kernel = sources.kernel(devices.current(), "copy.cu", "copy_tiles" if turned else "copy_elements", 0)
-    types = (storage_number(source.dtype), storage_number(target.dtype), int(is_aligned(source)), int(is_aligned(target)))
+    types = (storage_number(source.dtype), storage_number(target.dtype),
+             int(is_aligned(source)), int(is_aligned(target)))
     numbers = [d[k] for k in range(3) for d in inner]
     # More dimensions than a kernel has are rare enough for a launch each.
     for index in product(*(range(n) for n, _, _ in outer)):

@@ -2,6 +2,7 @@
 
 Without CuPy each of the test modules skips itself and says so.
 """
+
 import platform
 import shutil
 

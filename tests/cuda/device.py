@@ -1,5 +1,6 @@
 """The device under test behind two verbs, put and get; and fastnorm over it for NumPy arrays, so that a test written
 for the CPU wing runs on the other one as it stands."""
+
 import ctypes
 import functools
 import types
@@ -145,7 +146,7 @@ def get(a):
 
 
 def _goes_there(value):
-    """CuPy has no other dtypes and byte orders; what it lacks stays NumPy's and gets the error that NumPy's wing has."""
+    """CuPy has no other dtypes; what it lacks stays NumPy's and gets the error that NumPy's wing has."""
     return type(value) is np.ndarray and value.dtype.name in copies.STORAGE_TYPES
 
 
@@ -189,7 +190,14 @@ def over_device(function):
     return call
 
 
-OPERATIONS = ("layer_norm", "layer_norm_forward", "layer_norm_backward", "rms_norm", "rms_norm_forward", "rms_norm_backward")
+OPERATIONS = (
+    "layer_norm",
+    "layer_norm_forward",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_forward",
+    "rms_norm_backward",
+)
 
 
 def module_over_device():

@@ -3,6 +3,7 @@
 `Module` takes the place of cupy.RawModule, `Memory` that of CuPy's allocator; the launchers of fastnorm._cuda do not
 notice. emulator.h has the part that runs kernels.
 """
+
 import ctypes
 import hashlib
 import itertools
@@ -55,7 +56,7 @@ class _Block:
 
 
 class Memory:
-    """An allocator for cupy.cuda.set_allocator, and the list of what it has given out. device: what arrays say they are on."""
+    """An allocator for cupy.cuda.set_allocator, and the list of what it has given out. device: of new arrays."""
 
     def __init__(self):
         self.device = 0
@@ -166,8 +167,17 @@ class Function:
         regions, blocks = e.memory.regions()
         counters = Counters()
         error = self.library.emulated_launch(
-            self.call, (ctypes.c_uint * 2)(*grid), ctypes.c_uint(threads), ctypes.c_size_t(shared_mem), packed, regions,
-            len(blocks), ctypes.c_uint32(e.next_serial), ctypes.c_uint64(e.seed), ctypes.byref(counters))
+            self.call,
+            (ctypes.c_uint * 2)(*grid),
+            ctypes.c_uint(threads),
+            ctypes.c_size_t(shared_mem),
+            packed,
+            regions,
+            len(blocks),
+            ctypes.c_uint32(e.next_serial),
+            ctypes.c_uint64(e.seed),
+            ctypes.byref(counters),
+        )
         e.next_serial += grid[0] * grid[1]
         e.launches.append(Launch(self.name, grid, threads, shared_mem, counters))
         if error:

@@ -1,4 +1,5 @@
 """What the launches move: x is read once, y written once; backward reads x and dy once. Counted, not estimated."""
+
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")

@@ -1,4 +1,5 @@
-"""The tests of the CPU wing, on the CUDA wing: the same functions and the same oracles, with the longest rows left out."""
+"""The tests of the CPU wing, on the CUDA wing: same functions, same oracles, without the longest rows."""
+
 import importlib.util
 import sys
 from pathlib import Path

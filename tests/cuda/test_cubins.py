@@ -1,4 +1,5 @@
 """What the compiler of the devices makes of every kernel that a launcher can ask for. No device is needed."""
+
 import os
 import re
 import subprocess
@@ -44,7 +45,9 @@ def report_of(cubin, path, instructions):
     assert done.returncode == 0, done.stderr
     resources = {
         name: dict(zip(("registers", "stack", "shared", "local"), map(int, numbers), strict=True))
-        for name, *numbers in re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", done.stdout)
+        for name, *numbers in re.findall(
+            r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", done.stdout
+        )
     }
     parts = re.split(r"\n\s+Function : (\w+)\n", done.stdout)
     return resources, dict(zip(parts[1::2], parts[2::2], strict=True))

@@ -1,4 +1,5 @@
-"""The emulator itself: what breaks a kernel on a GPU must be noticed here. Each test puts one fault into the sources."""
+"""The emulator itself: what breaks a kernel on a GPU must be noticed here. Each test puts a fault into the sources."""
+
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
@@ -12,8 +13,12 @@ from fastnorm._cuda import geometry, row_norm, sources  # noqa: E402
 
 FORWARD, LONG_ROWS, BACKWARD, LONG_BACKWARD = "forward", "long rows", "backward", "long backward"
 # Rows of one warp and of several, whole packs and not; in slices.
-SHAPES = {FORWARD: [(9, 33), (5, 1000), (4, 1027), (3, 4096)], BACKWARD: [(60, 33), (60, 400), (60, 1000), (40, 1027), (40, 4096), (30, 5000)],
-          LONG_ROWS: [(2, 60_000)], LONG_BACKWARD: [(9, 9000)]}
+SHAPES = {
+    FORWARD: [(9, 33), (5, 1000), (4, 1027), (3, 4096)],
+    BACKWARD: [(60, 33), (60, 400), (60, 1000), (40, 1027), (40, 4096), (30, 5000)],
+    LONG_ROWS: [(2, 60_000)],
+    LONG_BACKWARD: [(9, 9000)],
+}
 SEEDS = (1, 2, 3)
 
 
@@ -30,7 +35,8 @@ def run(emulator, what):
             else:
                 _, mean, rstd = reference.layer_norm_forward(x)
                 results = fastnorm.layer_norm_backward(
-                    put(dy), put(x), put(mean.astype(np.float32)), put(rstd.astype(np.float32)), put(w))
+                    put(dy), put(x), put(mean.astype(np.float32)), put(rstd.astype(np.float32)), put(w)
+                )
                 wanted = reference.layer_norm_backward(dy, x, w)
             for result, value in zip(results, wanted, strict=True):
                 np.testing.assert_allclose(get(result), value.astype(float), rtol=1e-4, atol=2e-5)
@@ -49,41 +55,104 @@ FAULTS = {
     "one barrier for all teams": (BACKWARD, "sums.cuh", "barrier(t.number + 1, t.size)", "barrier(1, t.size)"),
     "too few threads at a barrier": (FORWARD, "sums.cuh", "barrier(t.number + 1, t.size)", "barrier(1, t.size + 32)"),
     "a warp that leaves before the barrier": (
-        FORWARD, "sums.cuh", "    wait(t);\n", "    if (t.rank >= 32) return;\n    wait(t);\n"),
+        FORWARD,
+        "sums.cuh",
+        "    wait(t);\n",
+        "    if (t.rank >= 32) return;\n    wait(t);\n",
+    ),
     "__syncthreads in a branch": (
-        BACKWARD, "row_backward.cu", "        if (n_units > 1) __syncthreads();", "        if (unit == turn) __syncthreads();"),
+        BACKWARD,
+        "row_backward.cu",
+        "        if (n_units > 1) __syncthreads();",
+        "        if (unit == turn) __syncthreads();",
+    ),
     "no barrier between the teams that add up": (
-        BACKWARD, "row_backward.cu", "        if (n_units > 1) __syncthreads();", ""),
+        BACKWARD,
+        "row_backward.cu",
+        "        if (n_units > 1) __syncthreads();",
+        "",
+    ),
     "a shuffle by a part of the warp": (
-        FORWARD, "sums.cuh", "        for (int i = 0; i < N; i++) parts[i] = combine(parts[i], from_lane(parts[i], mask));\n    if",
+        FORWARD,
+        "sums.cuh",
+        "        for (int i = 0; i < N; i++) parts[i] = combine(parts[i], from_lane(parts[i], mask));\n    if",
         "        if (t.rank % 32 < 16)\n"
-        "        for (int i = 0; i < N; i++) parts[i] = combine(parts[i], from_lane(parts[i], mask));\n    if"),
+        "        for (int i = 0; i < N; i++) parts[i] = combine(parts[i], from_lane(parts[i], mask));\n    if",
+    ),
     "a shuffle too few": (FORWARD, "sums.cuh", "mask > 0; mask /= 2", "mask > 1; mask /= 2"),
     "the row ends one value later": (
-        FORWARD, "packs.cuh", "index_t rest = n_cols - first(k);", "index_t rest = n_cols + 1 - first(k);"),
+        FORWARD,
+        "packs.cuh",
+        "index_t rest = n_cols - first(k);",
+        "index_t rest = n_cols + 1 - first(k);",
+    ),
     "the row ends one value earlier": (
-        FORWARD, "packs.cuh", "index_t rest = n_cols - first(k);", "index_t rest = n_cols - 1 - first(k);"),
+        FORWARD,
+        "packs.cuh",
+        "index_t rest = n_cols - first(k);",
+        "index_t rest = n_cols - 1 - first(k);",
+    ),
     "values beyond the row count": (
-        FORWARD, "statistics.cuh", "(CENTERED && i < n_valid ? m.hi : (real)0)", "(CENTERED ? m.hi : (real)0)"),
+        FORWARD,
+        "statistics.cuh",
+        "(CENTERED && i < n_valid ? m.hi : (real)0)",
+        "(CENTERED ? m.hi : (real)0)",
+    ),
     "wide accesses at odd addresses": (
-        FORWARD, "packs.cuh", "n >= pack<S>::VALUES && width == 16", "n >= pack<S>::VALUES"),
+        FORWARD,
+        "packs.cuh",
+        "n >= pack<S>::VALUES && width == 16",
+        "n >= pack<S>::VALUES",
+    ),
     "whole packs at the end of a row": (
-        FORWARD, "packs.cuh", "if (n >= pack<S>::VALUES && width == 16) {\n        words4 v;",
-        "if (n >= 1 && width >= 4) {\n        words4 v;"),
+        FORWARD,
+        "packs.cuh",
+        "if (n >= pack<S>::VALUES && width == 16) {\n        words4 v;",
+        "if (n >= 1 && width >= 4) {\n        words4 v;",
+    ),
     "rows that are not there are written": (FORWARD, "row_forward.cu", "    if (!here) return;\n", ""),
     "blocks that share their partial sums": (
-        BACKWARD, "row_backward.cu", "partials + (index_t)blockIdx.x * N_SUMS", "partials + 0 * N_SUMS"),
+        BACKWARD,
+        "row_backward.cu",
+        "partials + (index_t)blockIdx.x * N_SUMS",
+        "partials + 0 * N_SUMS",
+    ),
     "shared sums that nobody has zeroed": (
-        BACKWARD, "row_backward.cu", "if (rank + k * step < n_packs) at(k, part) = chunk();", ";"),
+        BACKWARD,
+        "row_backward.cu",
+        "if (rank + k * step < n_packs) at(k, part) = chunk();",
+        ";",
+    ),
     "rows of 32 bits": (
-        LONG_ROWS, "slice_forward.cu", "x + row * x_stride + slice", "x + row * (int)(x_stride << 16) + slice"),
-    "a slice too few": (LONG_ROWS, "slice_forward.cu", "return (n_cols + SLICE - 1) / SLICE;", "return n_cols / SLICE;"),
+        LONG_ROWS,
+        "slice_forward.cu",
+        "x + row * x_stride + slice",
+        "x + row * (int)(x_stride << 16) + slice",
+    ),
+    "a slice too few": (
+        LONG_ROWS,
+        "slice_forward.cu",
+        "return (n_cols + SLICE - 1) / SLICE;",
+        "return n_cols / SLICE;",
+    ),
     "the last slice is whole": (
-        LONG_ROWS, "slice_forward.cu", "return smaller(SLICE, n_cols - slice * SLICE);", "return SLICE;"),
+        LONG_ROWS,
+        "slice_forward.cu",
+        "return smaller(SLICE, n_cols - slice * SLICE);",
+        "return SLICE;",
+    ),
     "every block has the first rows": (
-        LONG_BACKWARD, "slice_backward.cu", "row = chunk * rows_per_chunk, end", "row = 0, end"),
+        LONG_BACKWARD,
+        "slice_backward.cu",
+        "row = chunk * rows_per_chunk, end",
+        "row = 0, end",
+    ),
     "one row too many in a chunk": (
-        LONG_BACKWARD, "slice_backward.cu", "end = smaller(row + rows_per_chunk, n_rows)", "end = row + rows_per_chunk + 1"),
+        LONG_BACKWARD,
+        "slice_backward.cu",
+        "end = smaller(row + rows_per_chunk, n_rows)",
+        "end = row + rows_per_chunk + 1",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
 """What only a GPU can show: streams, graphs, what the runtime knows of the kernels."""
+
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
@@ -31,7 +32,7 @@ def test_everything_runs_on_the_current_stream():
 
 @pytest.mark.parametrize("columns", [64, 4096, 100_000])
 def test_a_call_can_be_captured_once_its_kernels_are_there(columns):
-    """With out=, on a stream of its own; replayed on other values. What is allocated inside comes from a pool that lives on."""
+    """With out=, on a stream of its own; replayed on other values; its memory comes from a pool that stays."""
     x, dy = cupy.random.standard_normal((2, 64, columns)).astype(cupy.float32)
     y, dx = cupy.empty_like(x), cupy.empty_like(x)
 
@@ -63,8 +64,11 @@ def test_a_call_can_be_captured_once_its_kernels_are_there(columns):
 def test_no_kernel_spills_and_all_can_be_launched():
     device = devices.current()
     for source, macros in geometry.variants():
-        name = {"copy.cu": "copy_tiles", "slice_forward.cu": "slice_forward_sums",
-                "slice_backward.cu": "slice_backward_apply"}.get(source, source.removesuffix(".cu"))
+        name = {
+            "copy.cu": "copy_tiles",
+            "slice_forward.cu": "slice_forward_sums",
+            "slice_backward.cu": "slice_backward_apply",
+        }.get(source, source.removesuffix(".cu"))
         kernel = sources.kernel(device, source, name, 0, **dict(macros))
         assert kernel.local_size_bytes == 0, (source, macros)
         assert kernel.max_threads_per_block >= dict(macros).get("threads", 256), (source, macros)

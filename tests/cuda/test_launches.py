@@ -1,4 +1,5 @@
 """Dispatch, devices, views, paths and conversions: what is there besides the numbers that test_contract.py judges."""
+
 import subprocess
 import sys
 
@@ -52,7 +53,11 @@ def test_kinds_of_arrays_do_not_mix():
             fastnorm.layer_norm(a, **named)
     _, mean, rstd = fastnorm.layer_norm_forward(there)
     m, r = get(mean), get(rstd)
-    for name, arguments in (("dy", (x, there, mean, rstd)), ("mean", (there, there, m, rstd)), ("rstd", (there, there, mean, r))):
+    for name, arguments in (
+        ("dy", (x, there, mean, rstd)),
+        ("mean", (there, there, m, rstd)),
+        ("rstd", (there, there, mean, r)),
+    ):
         with pytest.raises(TypeError, match=f"^{name}: "):
             fastnorm.layer_norm_backward(*arguments)
     with pytest.raises(TypeError, match="^x: .*from_dlpack"):
@@ -85,7 +90,12 @@ import numpy as np, fastnorm
 assert fastnorm.layer_norm(np.ones((2, 4), np.float32)).shape == (2, 4)
 assert "cupy" not in sys.modules and "fastnorm._cuda" not in sys.modules
 """
-    for broken, error in ((0, "None"), (1, "ImportError('libcuda.so.1')"), (1, "OSError('x')"), (1, "RuntimeError('no device')")):
+    for broken, error in (
+        (0, "None"),
+        (1, "ImportError('libcuda.so.1')"),
+        (1, "OSError('x')"),
+        (1, "RuntimeError('no device')"),
+    ):
         subprocess.run([sys.executable, "-c", code.format(broken=broken, error=error)], check=True)
 
 
@@ -224,17 +234,22 @@ def test_every_path_around_its_limits(norm, dtype):
             np.testing.assert_allclose(get(y).astype(float), wanted.astype(float), rtol=tolerance, atol=tolerance)
             for g, w in zip(grads, getattr(reference, norm + "_backward")(dy, x), strict=True):
                 np.testing.assert_allclose(get(g).astype(float), w.astype(float), rtol=tolerance, atol=20 * tolerance)
-            paths |= {geometry.forward_plan(columns, size, 227 << 10)[:2],
-                      geometry.backward_plan(columns, size, centered, 227 << 10)[:2]}
-    wanted = {(s.removesuffix(".cu"), m[2:]) for s, m in geometry.variants()
-              if m[:2] == (("storage", dtype.name), ("centered", int(centered)))}
+            paths |= {
+                geometry.forward_plan(columns, size, 227 << 10)[:2],
+                geometry.backward_plan(columns, size, centered, 227 << 10)[:2],
+            }
+    wanted = {
+        (s.removesuffix(".cu"), m[2:])
+        for s, m in geometry.variants()
+        if m[:2] == (("storage", dtype.name), ("centered", int(centered)))
+    }
     assert paths == wanted, "a path that no length here takes"
 
 
 def test_more_rows_than_a_grid_is_wide():
     """S03: rows are on the first dimension of the grid."""
     rows = 70_000
-    x = (np.array([0.5, -1.0, 2.0], np.float32) + (np.arange(rows, dtype=np.float32) % 17)[:, None])
+    x = np.array([0.5, -1.0, 2.0], np.float32) + (np.arange(rows, dtype=np.float32) % 17)[:, None]
     y, mean, rstd = fastnorm.layer_norm_forward(put(x))
     np.testing.assert_array_equal(get(y), np.resize(get(y)[:17], y.shape))
     dx = fastnorm.layer_norm_backward(put(x), put(x), mean, rstd)[0]
@@ -288,7 +303,9 @@ def test_numbers_are_narrowed_to_the_nearest(dtype, source):
     edge = largest + (largest - float(finite[-2])) / 2
     values = np.concatenate([finite, middles, [np.inf, -np.inf, np.nan, edge, -edge, largest * 4, -largest * 4]])
     with np.errstate(all="ignore"):
-        values = np.concatenate([np.nextafter(values.astype(source), np.inf), values, np.nextafter(values.astype(source), -np.inf)])
+        values = np.concatenate(
+            [np.nextafter(values.astype(source), np.inf), values, np.nextafter(values.astype(source), -np.inf)]
+        )
         values = values.astype(source)
         # Rounded to nearest by hand: of the two neighbours the closer one, the even one in the middle.
         expected = nearest(values.astype(np.float64), finite, patterns, edge)
@@ -339,5 +356,7 @@ def test_parameters_of_any_dtype_are_rounded_to_the_arithmetic_type(x_dtype, dty
     y = fastnorm.layer_norm(put(x), put(w), put(b))
     assert get(y).tobytes() == get(fastnorm.layer_norm(put(x), put(w.astype(real)), put(b.astype(real)))).tobytes()
     odd = put(np.resize(w, 101))[1:]
-    assert get(fastnorm.rms_norm(put(x), odd, weight_offset=1.0)).tobytes() == get(
-        fastnorm.rms_norm(put(x), put(np.resize(w, 101)[1:].astype(real) + real(1)))).tobytes()
+    assert (
+        get(fastnorm.rms_norm(put(x), odd, weight_offset=1.0)).tobytes()
+        == get(fastnorm.rms_norm(put(x), put(np.resize(w, 101)[1:].astype(real) + real(1)))).tobytes()
+    )
