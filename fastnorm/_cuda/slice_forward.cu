@@ -35,7 +35,9 @@ slice_forward_sums(const char* x, index_t x_stride, double eps, char* slices, in
     moments<real> m = measure_in_range<CENTERED>(packs, t, n, eps, &exponent, &finite);
     bool zeros = finite && m.hi == 0 && m.square == 0;
     if (t.rank == 0) {
-        slice_moments s = {m.hi, m.lo, m.square, zeros ? NO_EXPONENT : exponent};
+        // hi alone says it when there is an infinity.
+        double lo = is_finite(m.hi) ? m.lo : 0;
+        slice_moments s = {m.hi, lo, m.square, zeros ? NO_EXPONENT : (double)exponent};
         write(slices + (index_t)blockIdx.x * sizeof(s), s);
     }
 }

@@ -246,6 +246,25 @@ def test_every_path_around_its_limits(norm, dtype):
     assert paths == wanted, "a path that no length here takes"
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_what_is_not_finite_stays_in_its_row_where_rows_come_in_slices(dtype):
+    """N12, N03, N06 for the path that no other test of these is long enough for."""
+    n = 16 * 14400 // dtype.itemsize + 1
+    assert geometry.forward_plan(n, dtype.itemsize, 227 << 10).source == "slice_forward"
+    x = np.random.default_rng(4).standard_normal((6, n)).astype(dtype)
+    clean = x.copy()
+    x[1, n - 1], x[2, 5], x[3, n // 2], x[4] = np.inf, np.nan, -np.inf, 0.1
+    for eps in (1e-5, 0.0):
+        y, mean, rstd = (get(a).astype(float) for a in fastnorm.layer_norm_forward(put(x), eps=eps))
+        assert np.isnan(y[1:4]).all() and (y[4] == 0).all()
+        assert mean[1, 0] == np.inf and np.isnan(mean[2, 0]) and mean[3, 0] == -np.inf and mean[4, 0] == float(x[4, 0])
+        assert rstd[4, 0] == (np.inf if eps == 0 else np.float32(rstd[4, 0])) and not np.isfinite(rstd[1, 0])
+        whole = get(fastnorm.layer_norm(put(clean), eps=eps)).astype(float)
+        assert (y[[0, 5]] == whole[[0, 5]]).all()
+        y, rstd = (get(a).astype(float) for a in fastnorm.rms_norm_forward(put(x), eps=eps))
+        assert np.isnan(y[1, n - 1]) and (y[1, :-1] == 0).all() and np.isnan(y[2]).all() and rstd[1, 0] == 0
+
+
 def test_more_rows_than_a_grid_is_wide():
     """S03: rows are on the first dimension of the grid."""
     rows = 70_000
