@@ -16,6 +16,7 @@ FLOORS = [
     {"fastnorm._backend", "fastnorm._arrays", "fastnorm._threads", "fastnorm._config"},
     {"fastnorm._row_norm"},
     {"fastnorm._layer_norm", "fastnorm._rms_norm"},
+    {"fastnorm.layers"},
     {"fastnorm"},
 ]
 CIMPORTS = re.compile(

@@ -8,6 +8,7 @@ import numpy as np  # noqa: E402
 
 import fastnorm  # noqa: E402
 from fastnorm._cuda import devices, geometry, sources  # noqa: E402
+from fastnorm.layers import LayerNorm, RMSNorm  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not cupy.cuda.is_available(), reason="needs a GPU")
 
@@ -59,6 +60,21 @@ def test_a_call_can_be_captured_once_its_kernels_are_there(columns):
         _, mean, rstd = fastnorm.layer_norm_forward(x)
         assert (dx == fastnorm.layer_norm_backward(dy, x, mean, rstd)[0]).all()
     assert results[2] is dx
+
+
+def test_layers_follow_their_input():
+    """Parameters go to the device with the first CuPy array, and their state comes back as NumPy arrays."""
+    for layer in (LayerNorm(8), RMSNorm(8)):
+        x = cupy.random.standard_normal((4, 8))
+        y = layer(x)
+        dx = layer.backward(cupy.ones_like(x))
+        layer.update(0.5)
+        assert all(isinstance(a, cupy.ndarray) for a in (y, dx, layer.weight, layer.grad_weight))
+        state = layer.state_dict()
+        assert all(isinstance(a, np.ndarray) for a in state.values())
+        layer.load_state_dict(state)
+        assert isinstance(layer.weight, cupy.ndarray)
+        assert isinstance(layer(x.get()), np.ndarray) and isinstance(layer.weight, np.ndarray)
 
 
 def test_no_kernel_spills_and_all_can_be_launched():

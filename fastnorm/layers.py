@@ -1,0 +1,340 @@
+"""Layers that hold their parameters, over the functions of fastnorm: for networks built from arrays.
+
+Every layer has ``forward(x)`` (or a call), ``backward(dy)``, which returns dx and keeps the gradients of the
+parameters, and ``update(learning_rate)``. A sublayer is anything with these three.
+"""
+import math
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from fastnorm._layer_norm import layer_norm_backward, layer_norm_forward
+from fastnorm._rms_norm import rms_norm_backward, rms_norm_forward
+
+__all__ = ["DeepNormScales", "LayerNorm", "PreNorm", "RMSNorm", "deepnorm_scales"]
+
+
+class _Layer:
+    """Parameters by name, where x is, and back to a file."""
+
+    # Of the parameters; each has an array of this name, None if the layer has none, and one with grad_ before it.
+    _parameters = ()
+
+    def __call__(self, x):
+        return self.forward(x)
+
+    def update(self, learning_rate):
+        """One step of gradient descent: parameter -= learning_rate * gradient, in place.
+
+        Parameters
+        ----------
+        learning_rate : float
+
+        Raises
+        ------
+        RuntimeError
+            There are no gradients: backward has not been called since the layer was made.
+        """
+        for name in self._parameters:
+            parameter, gradient = getattr(self, name), getattr(self, "grad_" + name)
+            if parameter is None:
+                continue
+            if gradient is None:
+                raise RuntimeError(f"{type(self).__name__}.update: no gradients; call backward first")
+            parameter -= learning_rate * gradient
+
+    def state_dict(self):
+        """The parameters by name, as NumPy arrays: what numpy.savez takes and `load_state_dict` reads.
+
+        Returns
+        -------
+        dict of str to ndarray
+            Copies; a later `update` does not change them.
+        """
+        return {name: _on_host(getattr(self, name)) for name in self._parameters if getattr(self, name) is not None}
+
+    def load_state_dict(self, state):
+        """Take over the parameters of another layer of the same kind.
+
+        Parameters
+        ----------
+        state : mapping of str to array_like
+            As `state_dict` returns it, or the file that numpy.load opens. Values are converted to the
+            dtype of the layer.
+
+        Raises
+        ------
+        KeyError
+            A parameter is missing, or there is one that the layer does not have.
+        ValueError
+            A parameter of the wrong shape. Nothing is changed then.
+        """
+        own = {name: getattr(self, name) for name in self._parameters if getattr(self, name) is not None}
+        if set(state) != set(own):
+            raise KeyError(f"state: expected {sorted(own)}, got {sorted(state)}")
+        values = {name: np.asarray(state[name]) for name in own}
+        for name, value in values.items():
+            if value.shape != own[name].shape:
+                raise ValueError(f"{name}: shape {value.shape}, but the layer has {own[name].shape}")
+        for name, value in values.items():
+            setattr(self, name, _like(own[name], value.astype(own[name].dtype)))
+
+    def _follow(self, x):
+        """Parameters go once to where x is; x comes from there ever after."""
+        cupy = sys.modules.get("cupy")
+        there = cupy is not None and isinstance(x, cupy.ndarray)
+        if there == isinstance(self.weight, np.ndarray):
+            for name in self._parameters:
+                value = getattr(self, name)
+                if value is not None:
+                    setattr(self, name, cupy.asarray(value) if there else _on_host(value))
+
+
+def _on_host(a):
+    return np.array(a) if isinstance(a, np.ndarray) else a.get()
+
+
+def _like(a, value):
+    """value where a is."""
+    return value if isinstance(a, np.ndarray) else sys.modules["cupy"].asarray(value)
+
+
+def _shape(normalized_shape):
+    shape = (normalized_shape,) if isinstance(normalized_shape, (int, np.integer)) else tuple(normalized_shape)
+    if not shape or any(not isinstance(n, (int, np.integer)) or n < 1 for n in shape):
+        raise ValueError(f"normalized_shape: expected a positive int or a tuple of them, got {normalized_shape!r}")
+    return tuple(int(n) for n in shape)
+
+
+def _trailing(shape):
+    """The axes of that shape at the end of x. A lone -1 is the common case of the functions."""
+    return -1 if len(shape) == 1 else tuple(range(-len(shape), 0))
+
+
+def _float_dtype(dtype):
+    dtype = np.dtype(dtype)
+    if dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+        raise TypeError(f"dtype: {dtype} is not supported; expected float16, bfloat16, float32 or float64")
+    return dtype
+
+
+def _no_forward(layer):
+    return RuntimeError(f"{type(layer).__name__}.backward: call forward first; it keeps what backward needs")
+
+
+class LayerNorm(_Layer):
+    """`layer_norm` over the trailing axes, with its weight and bias.
+
+    Parameters
+    ----------
+    normalized_shape : int or tuple of ints
+        The shape of the trailing axes of x that are normalized, and of weight and bias.
+    eps : float
+        As in `layer_norm`.
+    bias : bool
+        Whether there is one.
+    dtype : dtype_like
+        Of the parameters and their gradients: a float dtype.
+
+    Attributes
+    ----------
+    weight, bias : ndarray
+        Ones and zeros at first; bias is None without one. With CuPy arrays as input they become CuPy arrays.
+    grad_weight, grad_bias : ndarray or None
+        Gradients of the last `backward`, which replaces them.
+
+    Raises
+    ------
+    ValueError
+        normalized_shape is not a positive int or a tuple of them.
+    TypeError
+        dtype is not one of float16, bfloat16, float32, float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm.layers import LayerNorm
+    >>> layer = LayerNorm(3)
+    >>> layer(np.array([[1.0, 2.0, 3.0]])).round(3)
+    array([[-1.225,  0.   ,  1.225]])
+    >>> layer.backward(np.array([[1.0, 0.0, 0.0]])).round(3)
+    array([[ 0.204, -0.408,  0.204]])
+    >>> layer.update(learning_rate=0.1)
+    >>> layer.bias
+    array([-0.1,  0. ,  0. ])
+    """
+
+    _parameters = ("weight", "bias")
+
+    def __init__(self, normalized_shape, *, eps=1e-5, bias=True, dtype=np.float64):
+        shape, dtype = _shape(normalized_shape), _float_dtype(dtype)
+        self.normalized_shape, self.eps = shape, eps
+        self.weight = np.ones(shape, dtype)
+        self.bias = np.zeros(shape, dtype) if bias else None
+        self.grad_weight = self.grad_bias = None
+        self._axis = _trailing(shape)
+        self._saved = None
+
+    def forward(self, x):
+        """y, of the shape and dtype of x; x and its statistics are kept for `backward`."""
+        if type(x) is not type(self.weight):
+            self._follow(x)
+        y, mean, rstd = layer_norm_forward(x, self.weight, self.bias, axis=self._axis, eps=self.eps)
+        self._saved = x, mean, rstd
+        return y
+
+    def backward(self, dy):
+        """dx, from the gradient with respect to the y of the last `forward`; sets grad_weight and grad_bias."""
+        if self._saved is None:
+            raise _no_forward(self)
+        x, mean, rstd = self._saved
+        dx, self.grad_weight, grad_bias = layer_norm_backward(dy, x, mean, rstd, self.weight, axis=self._axis)
+        if self.bias is not None:
+            self.grad_bias = grad_bias
+        return dx
+
+
+class RMSNorm(_Layer):
+    """`rms_norm` over the trailing axes, with its weight.
+
+    Parameters
+    ----------
+    normalized_shape : int or tuple of ints
+        The shape of the trailing axes of x that are normalized, and of weight.
+    eps : float
+        As in `rms_norm`.
+    dtype : dtype_like
+        Of weight and its gradient: a float dtype.
+
+    Attributes
+    ----------
+    weight : ndarray
+        Ones at first. With CuPy arrays as input it becomes a CuPy array.
+    grad_weight : ndarray or None
+        The gradient of the last `backward`, which replaces it.
+
+    Raises
+    ------
+    ValueError
+        normalized_shape is not a positive int or a tuple of them.
+    TypeError
+        dtype is not one of float16, bfloat16, float32, float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm.layers import RMSNorm
+    >>> RMSNorm(2)(np.array([[3.0, 4.0]])).round(3)
+    array([[0.849, 1.131]])
+    """
+
+    _parameters = ("weight",)
+
+    def __init__(self, normalized_shape, *, eps=1e-5, dtype=np.float64):
+        shape, dtype = _shape(normalized_shape), _float_dtype(dtype)
+        self.normalized_shape, self.eps = shape, eps
+        self.weight = np.ones(shape, dtype)
+        self.grad_weight = None
+        self._axis = _trailing(shape)
+        self._saved = None
+
+    def forward(self, x):
+        """y, of the shape and dtype of x; x and its statistics are kept for `backward`."""
+        if type(x) is not type(self.weight):
+            self._follow(x)
+        y, rstd = rms_norm_forward(x, self.weight, axis=self._axis, eps=self.eps)
+        self._saved = x, rstd
+        return y
+
+    def backward(self, dy):
+        """dx, from the gradient with respect to the y of the last `forward`; sets grad_weight."""
+        if self._saved is None:
+            raise _no_forward(self)
+        x, rstd = self._saved
+        dx, self.grad_weight = rms_norm_backward(dy, x, rstd, self.weight, axis=self._axis)
+        return dx
+
+
+class PreNorm:
+    """x + sublayer(norm(x)): the residual block of Pre-LN transformers.
+
+    Parameters
+    ----------
+    sublayer, norm
+        Anything with forward, backward and update.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm.layers import LayerNorm, PreNorm
+    >>> block = PreNorm(LayerNorm(3), norm=LayerNorm(3))
+    >>> block(np.array([[1.0, 2.0, 3.0]])).round(3)
+    array([[-0.225,  2.   ,  4.225]])
+    """
+
+    def __init__(self, sublayer, norm):
+        self.sublayer, self.norm = sublayer, norm
+
+    def __call__(self, x):
+        return self.forward(x)
+
+    def forward(self, x):
+        """x + sublayer(norm(x))."""
+        return x + self.sublayer.forward(self.norm.forward(x))
+
+    def backward(self, dy):
+        """dx, from the gradient with respect to the last y."""
+        return dy + self.norm.backward(self.sublayer.backward(dy))
+
+    def update(self, learning_rate):
+        """One step of gradient descent of both."""
+        self.sublayer.update(learning_rate)
+        self.norm.update(learning_rate)
+
+
+class DeepNormScales(NamedTuple):
+    """alpha, by which DeepNorm multiplies the skip path, and beta, the gain of the initial weights of the feed-forward
+    layers, values and output projections."""
+
+    alpha: float
+    beta: float
+
+
+def deepnorm_scales(n_encoder_layers=0, n_decoder_layers=0):
+    """DeepNorm's constants for an architecture.
+
+    Parameters
+    ----------
+    n_encoder_layers, n_decoder_layers : int
+        Layers of the encoder and of the decoder; 0: there is none.
+
+    Returns
+    -------
+    encoder, decoder : DeepNormScales or None
+        (alpha, beta) of the layers of each; None for what there is not.
+
+    Raises
+    ------
+    ValueError
+        Neither has layers, or a number is negative.
+
+    References
+    ----------
+    .. [1] H. Wang et al., "DeepNet: Scaling Transformers to 1,000 Layers", 2022, arXiv:2203.00555, figure 2.
+
+    Examples
+    --------
+    >>> from fastnorm.layers import deepnorm_scales
+    >>> encoder, decoder = deepnorm_scales(n_encoder_layers=8)
+    >>> encoder.alpha, round(encoder.beta, 4)
+    (2.0, 0.3536)
+    """
+    n, m = n_encoder_layers, n_decoder_layers
+    if n < 0 or m < 0 or n + m == 0:
+        raise ValueError(f"n_encoder_layers, n_decoder_layers: expected at least one layer, got {n} and {m}")
+    if n == 0 or m == 0:
+        scales = DeepNormScales((2 * (n + m)) ** 0.25, (8 * (n + m)) ** -0.25)
+        return (scales, None) if n else (None, scales)
+    both = math.pow(n, 0.25) * math.pow(m, 1 / 16)
+    return DeepNormScales(0.81 * both, 0.87 / both), DeepNormScales((3 * m) ** 0.25, (12 * m) ** -0.25)
