@@ -112,7 +112,7 @@ def statistic(name, value, shape, dtype, wing):
         raise ValueError(f"{name}: shape {value.shape}, but for this x and axis it is {shape}")
     if value.dtype != dtype:
         raise TypeError(f"{name}: dtype {value.dtype}, but for this x it is {dtype}")
-    if not value.flags.c_contiguous or not value.dtype.isnative:
+    if not value.flags.c_contiguous or not value.dtype.isnative or wing.address(value) % value.itemsize:
         plain = wing.xp.empty(shape, dtype)
         wing.copy(value, plain)
         value = plain

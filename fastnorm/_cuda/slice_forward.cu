@@ -45,7 +45,8 @@ slice_forward_sums(const char* x, index_t x_stride, double eps, char* slices, in
 // A slice as the row sees it: times 2^-exponent.
 __device__ inline slice_moments rescaled(slice_moments s, double exponent) {
     if (s.exponent == exponent || s.exponent == NO_EXPONENT) return s;
-    power scale((int)(exponent - s.exponent));
+    // Further apart than that, nothing is left of it.
+    power scale((int)smaller(exponent - s.exponent, 2044.0));
     slice_moments r = {scale.times(s.hi), scale.times(s.lo), scale.times_square(s.square), exponent};
     return r;
 }
@@ -57,11 +58,19 @@ slice_forward_settle(const char* slices, double eps, char* rows, char* mean, cha
     index_t row = blockIdx.x, count = n_slices(n_cols);
     const char* mine = slices + row * count * sizeof(slice_moments);
     divisor<real> n(n_cols);
-    double exponent[1] = {NO_EXPONENT};
-    for (index_t k = t.rank; k < count; k += THREADS)
-        exponent[0] = larger()(exponent[0], read<slice_moments>(mine + k * sizeof(slice_moments)).exponent);
+    // The largest exponent that a slice was scaled by, and the largest of what stands in any.
+    double exponent[2] = {NO_EXPONENT, NO_EXPONENT};
+    for (index_t k = t.rank; k < count; k += THREADS) {
+        slice_moments s = read<slice_moments>(mine + k * sizeof(s));
+        exponent[0] = larger()(exponent[0], s.exponent);
+        double size = fabs(s.hi) + fabs(s.lo) + sqrt(s.square);
+        if (s.exponent != NO_EXPONENT && is_finite(size))
+            exponent[1] = larger()(exponent[1], s.exponent + exponent_of(size));
+    }
     over_team(exponent, t, NO_EXPONENT, larger());
     if (exponent[0] == NO_EXPONENT) exponent[0] = 0;
+    // Each slice may be in range and the sums over all of them not.
+    if (exponent[1] > 480) exponent[0] = exponent[1];
 
     moments<real> m = {0, 0, 0};
     if (CENTERED) {

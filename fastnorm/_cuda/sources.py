@@ -9,6 +9,8 @@ from importlib.resources import files
 
 import cupy
 
+from fastnorm._cuda import devices
+
 # A product and a sum are rounded once only where the source says fused().
 OPTIONS = ("--std=c++17", "--fmad=false")
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.M)
@@ -43,6 +45,7 @@ def options(**macros):
 def kernel(device, source, name, shared_memory, **macros):
     """The kernel of a source file, compiled for the current device, which device is the number of."""
     function = module(code=joined(source), options=options(**macros)).get_function(name)
+    # CuPy compiles a source once, so rows of other lengths share the kernel and its limit: all that the device has.
     if shared_memory > _STATIC_LIMIT:
-        function.max_dynamic_shared_size_bytes = shared_memory
+        function.max_dynamic_shared_size_bytes = devices.properties(device).shared_memory
     return function

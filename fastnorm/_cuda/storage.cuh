@@ -3,7 +3,7 @@
 #pragma once
 #include "device.cuh"
 
-// As fastnorm._cuda.types numbers them.
+// As fastnorm._cuda.copies numbers them.
 enum storage_type { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, BOOL, INT8, UINT8, INT16, UINT16, INT32, UINT32, INT64, UINT64 };
 
 __device__ inline float float16_to_float(uint16 bits) {

@@ -93,6 +93,7 @@ class Emulator:
     def __init__(self):
         self.memory = Memory()
         self.launches = []
+        self.limits = {}
         self.seed = 1
         self.serial = itertools.count(1)
         self.next_serial = 1
@@ -148,7 +149,18 @@ class Function:
         self.kinds = kinds().decode()
         threads = [int(o.split("=")[1]) for o in module.options if o.startswith("-DKERNEL_THREADS=")]
         self.most_threads = threads[0] if threads else 1024
-        self.max_dynamic_shared_size_bytes = 48 * 1024
+        # CuPy compiles a source once for a device: whoever asks for the kernel again gets the same one, limit included.
+        self.limits = self.emulator.limits
+        self.key = (self.library._name, name)
+        self.limits.setdefault(self.key, 48 * 1024)
+
+    @property
+    def max_dynamic_shared_size_bytes(self):
+        return self.limits[self.key]
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, size):
+        self.limits[self.key] = size
 
     def __call__(self, grid, block, args, *, shared_mem=0):
         (threads,) = block

@@ -266,6 +266,71 @@ def test_what_is_not_finite_stays_in_its_row_where_rows_come_in_slices(dtype):
         assert np.isnan(y[1, n - 1]) and (y[1, :-1] == 0).all() and np.isnan(y[2]).all() and rstd[1, 0] == 0
 
 
+def test_rows_of_one_length_leave_room_for_those_of_another():
+    """They share a kernel, and with it the limit of its shared memory."""
+    for n in (40_000, 20_000, 40_000):
+        assert geometry.forward_plan(n, 4, 227 << 10).shared_memory > 48 << 10
+        fastnorm.layer_norm(put(np.ones((2, n), np.float32)))
+    for n in (7000, 6000, 7000):
+        x, one = put(np.ones((2, n), np.float32)), put(np.ones((2, 1), np.float32))
+        assert geometry.backward_plan(n, 4, True, 227 << 10).shared_memory > 48 << 10
+        fastnorm.layer_norm_backward(x, x, one, one)
+
+
+@pytest.mark.parametrize("scale", [5e151, 1e152, 2e152, 2.9e152, 4e152, 1e-160])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_slices_in_range_whose_sum_is_not(norm, scale):
+    """N06: the squares of each slice fit into a double, those of the row do not."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((4, 30_000)) * scale
+    x[1] = rng.standard_normal(30_000) * min(scale, 1e150)
+    x[1, :8192] += min(scale * 1e8, 1e160)
+    x[2] = 5e304
+    x[3, :9000] = 0
+    # A constant row is 0 / 0 to the reference.
+    with np.errstate(all="ignore"):
+        wanted = getattr(reference, norm)(x, eps=0.0)
+    got = get(getattr(fastnorm, norm)(put(x), eps=0.0))
+    keep = [0, 1, 2, 3] if norm == "rms_norm" else [0, 1, 3]
+    largest = np.abs(wanted[keep]).max(axis=1, keepdims=True)
+    assert (np.abs(got[keep] - wanted[keep]) <= 4 * np.spacing(largest.astype(float))).all()
+    if norm == "layer_norm":
+        assert (got[2] == 0).all()
+
+
+def test_overlap_is_seen_between_views_that_came_in_apart(emulated):
+    """As two views of another library's array do: each with an owner of its own."""
+    rng = np.random.default_rng(6)
+    whole = rng.standard_normal((40, 100)).astype(np.float32)
+    memory = put(whole)
+
+    def view(start):
+        pointer = cupy.cuda.MemoryPointer(
+            cupy.cuda.UnownedMemory(memory.data.ptr, memory.nbytes, memory, 0), 400 * start
+        )
+        return cupy.ndarray((39, 80), np.float32, pointer, (400, 4))
+
+    expected = get(fastnorm.layer_norm(put(np.ascontiguousarray(whole[:39, :80]))))
+    fastnorm.layer_norm(view(0), out=view(1))
+    np.testing.assert_array_equal(get(memory)[1:, :80], expected)
+
+
+def test_statistics_at_odd_addresses_are_read_right():
+    rng = np.random.default_rng(7)
+    x = put(rng.standard_normal((5, 33)).astype(np.float32))
+    _, mean, rstd = fastnorm.layer_norm_forward(x)
+
+    def odd(a):
+        return put(np.frombuffer(b"\0" + get(a).tobytes(), np.uint8))[1:].view(np.float32).reshape(5, 1)
+
+    expected = fastnorm.layer_norm_backward(x, x, mean, rstd)
+    for results in (
+        fastnorm.layer_norm_backward(x, x, odd(mean), rstd),
+        fastnorm.layer_norm_backward(x, x, mean, odd(rstd)),
+    ):
+        assert all(get(p).tobytes() == get(q).tobytes() for p, q in zip(results, expected, strict=True))
+
+
 def test_more_rows_than_a_grid_is_wide():
     """S03: rows are on the first dimension of the grid."""
     rows = 70_000
