@@ -48,7 +48,8 @@ def copy(source, target):
     turned = False
     if dims:
         dense = min(range(len(dims)), key=lambda d: (abs(dims[d][1]), d != len(dims) - 1))
-        turned = dense != len(dims) - 1 and dims[dense][0] > 1
+        # A tile that is hardly filled is worse than accesses that lie apart.
+        turned = dense != len(dims) - 1 and min(dims[dense][0], dims[-1][0]) >= _TILE // 4
         if turned:
             dims.insert(len(dims) - 1, dims.pop(dense))
     outer, inner = dims[:-_DIMS], dims[-_DIMS:]
