@@ -25,6 +25,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64"]
 # Bytes of x: far beyond any second-level cache.
 SIZE = 256 << 20
 ROUNDS = 3
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
 def progress(text):
@@ -36,16 +37,7 @@ def progress(text):
 
 def run_tests(deadline):
     """The same files as without a GPU. Returns a line for the report."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/cuda",
-        "--ignore=tests/cuda/test_cubins.py",
-    ]
+    command = [*PYTEST, "tests/cuda", "--ignore=tests/cuda/test_cubins.py"]
     progress(" ".join(command[2:]))
     return last_line("pytest tests/cuda", command, deadline)
 
@@ -57,22 +49,8 @@ def run_sanitizer(deadline):
         return ["compute-sanitizer: not installed"]
     lines = []
     for check in ("memcheck", "racecheck", "synccheck", "initcheck"):
-        command = [
-            tool,
-            "--tool",
-            check,
-            "--error-exitcode",
-            "9",
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/cuda/test_launches.py",
-            "-k",
-            "paths_around or views or one_launch",
-        ]
+        sanitized = [tool, "--tool", check, "--error-exitcode", "9", *PYTEST]
+        command = [*sanitized, "tests/cuda/test_launches.py", "-k", "path_around or views or one_launch"]
         progress(f"compute-sanitizer {check}")
         lines.append(last_line(f"compute-sanitizer {check}", command, min(deadline, time.monotonic() + 40)))
     return lines

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastnorm._arrays import FLOATS
 from fastnorm._layer_norm import layer_norm_backward, layer_norm_forward
 from fastnorm._rms_norm import rms_norm_backward, rms_norm_forward
 
@@ -21,8 +22,20 @@ class _Layer:
     # Of the parameters; each has an array of this name, None if the layer has none, and one with grad_ before it.
     _parameters = ()
 
+    def __init__(self, normalized_shape, eps, dtype):
+        shape, dtype = _shape(normalized_shape), _float_dtype(dtype)
+        self.normalized_shape, self.eps = shape, eps
+        self.weight, self.grad_weight = np.ones(shape, dtype), None
+        self._axis = _trailing(shape)
+        self._saved = None
+
     def __call__(self, x):
         return self.forward(x)
+
+    def _saved_by_forward(self):
+        if self._saved is None:
+            raise RuntimeError(f"{type(self).__name__}.backward: call forward first; it keeps what backward needs")
+        return self._saved
 
     def update(self, learning_rate):
         """One step of gradient descent: parameter -= learning_rate * gradient, in place.
@@ -114,13 +127,9 @@ def _trailing(shape):
 
 def _float_dtype(dtype):
     dtype = np.dtype(dtype)
-    if dtype.name not in ("float16", "bfloat16", "float32", "float64"):
-        raise TypeError(f"dtype: {dtype} is not supported; expected float16, bfloat16, float32 or float64")
+    if dtype.name not in FLOATS:
+        raise TypeError(f"dtype: {dtype} is not supported; expected {', '.join(FLOATS)}")
     return dtype
-
-
-def _no_forward(layer):
-    return RuntimeError(f"{type(layer).__name__}.backward: call forward first; it keeps what backward needs")
 
 
 class LayerNorm(_Layer):
@@ -168,13 +177,9 @@ class LayerNorm(_Layer):
     _parameters = ("weight", "bias")
 
     def __init__(self, normalized_shape, *, eps=1e-5, bias=True, dtype=np.float64):
-        shape, dtype = _shape(normalized_shape), _float_dtype(dtype)
-        self.normalized_shape, self.eps = shape, eps
-        self.weight = np.ones(shape, dtype)
-        self.bias = np.zeros(shape, dtype) if bias else None
-        self.grad_weight = self.grad_bias = None
-        self._axis = _trailing(shape)
-        self._saved = None
+        super().__init__(normalized_shape, eps, dtype)
+        self.bias = np.zeros_like(self.weight) if bias else None
+        self.grad_bias = None
 
     def forward(self, x):
         """y, of the shape and dtype of x; x and its statistics are kept for `backward`."""
@@ -186,9 +191,7 @@ class LayerNorm(_Layer):
 
     def backward(self, dy):
         """dx, from the gradient with respect to the y of the last `forward`; sets grad_weight and grad_bias."""
-        if self._saved is None:
-            raise _no_forward(self)
-        x, mean, rstd = self._saved
+        x, mean, rstd = self._saved_by_forward()
         dx, self.grad_weight, grad_bias = layer_norm_backward(dy, x, mean, rstd, self.weight, axis=self._axis)
         if self.bias is not None:
             self.grad_bias = grad_bias
@@ -232,12 +235,7 @@ class RMSNorm(_Layer):
     _parameters = ("weight",)
 
     def __init__(self, normalized_shape, *, eps=1e-5, dtype=np.float64):
-        shape, dtype = _shape(normalized_shape), _float_dtype(dtype)
-        self.normalized_shape, self.eps = shape, eps
-        self.weight = np.ones(shape, dtype)
-        self.grad_weight = None
-        self._axis = _trailing(shape)
-        self._saved = None
+        super().__init__(normalized_shape, eps, dtype)
 
     def forward(self, x):
         """y, of the shape and dtype of x; x and its statistics are kept for `backward`."""
@@ -249,9 +247,7 @@ class RMSNorm(_Layer):
 
     def backward(self, dy):
         """dx, from the gradient with respect to the y of the last `forward`; sets grad_weight."""
-        if self._saved is None:
-            raise _no_forward(self)
-        x, rstd = self._saved
+        x, rstd = self._saved_by_forward()
         dx, self.grad_weight = rms_norm_backward(dy, x, rstd, self.weight, axis=self._axis)
         return dx
 
@@ -294,11 +290,11 @@ class PreNorm:
 
 
 class DeepNormScales(NamedTuple):
-    """alpha, by which DeepNorm multiplies the skip path, and beta, the gain of the initial weights of the feed-forward
-    layers, values and output projections."""
+    """By what DeepNorm multiplies the skip path (alpha), and the initial weights of the feed-forward layers, values and
+    output projections (initial_scale, the second constant of the paper)."""
 
     alpha: float
-    beta: float
+    initial_scale: float
 
 
 def deepnorm_scales(n_encoder_layers=0, n_decoder_layers=0):
@@ -312,7 +308,7 @@ def deepnorm_scales(n_encoder_layers=0, n_decoder_layers=0):
     Returns
     -------
     encoder, decoder : DeepNormScales or None
-        (alpha, beta) of the layers of each; None for what there is not.
+        Those of the layers of each; None for what there is not.
 
     Raises
     ------
@@ -327,7 +323,7 @@ def deepnorm_scales(n_encoder_layers=0, n_decoder_layers=0):
     --------
     >>> from fastnorm.layers import deepnorm_scales
     >>> encoder, decoder = deepnorm_scales(n_encoder_layers=8)
-    >>> encoder.alpha, round(encoder.beta, 4)
+    >>> encoder.alpha, round(encoder.initial_scale, 4)
     (2.0, 0.3536)
     """
     n, m = n_encoder_layers, n_decoder_layers

@@ -8,6 +8,7 @@ from fastnorm._cuda import devices, sources
 # storage.cuh has the same list.
 STORAGE_TYPES = ("float16", "bfloat16", "float32", "float64", "bool", "int8", "uint8", "int16", "uint16", "int32",
                  "uint32", "int64", "uint64")
+FLOATS = STORAGE_TYPES[:4]
 _DIMS = 6
 _TILE = 32
 
@@ -48,10 +49,11 @@ def copy(source, target):
     turned = False
     if dims:
         dense = min(range(len(dims)), key=lambda d: (abs(dims[d][1]), d != len(dims) - 1))
-        # A tile that is hardly filled is worse than accesses that lie apart.
+        # copy_tiles takes the densest dimension of source before that of target. A tile that is hardly filled is
+        # worse than accesses that lie apart.
         turned = dense != len(dims) - 1 and min(dims[dense][0], dims[-1][0]) >= _TILE // 4
         if turned:
-            dims.insert(len(dims) - 1, dims.pop(dense))
+            dims[-1:-1] = [dims.pop(dense)]
     outer, inner = dims[:-_DIMS], dims[-_DIMS:]
     inner = [(1, 0, 0)] * (_DIMS - len(inner)) + inner
     count = 1
@@ -61,7 +63,7 @@ def copy(source, target):
     if turned:
         n4, n5 = inner[4][0], inner[5][0]
         blocks = count // (n4 * n5) * -(-n4 // _TILE) * -(-n5 // _TILE)
-    kernel = sources.kernel(devices.current(), "copy.cu", "copy_tiles" if turned else "copy_elements", 0)
+    kernel = sources.kernel(devices.current(), "copy.cu", "copy_tiles" if turned else "copy_elements")
     types = (storage_number(source.dtype), storage_number(target.dtype),
              int(is_aligned(source)), int(is_aligned(target)))
     numbers = [d[k] for k in range(3) for d in inner]
@@ -75,6 +77,6 @@ def copy(source, target):
 def fill(target, value):
     """target[...] = value, for a new array of a float dtype."""
     if target.size:
-        kernel = sources.kernel(devices.current(), "copy.cu", "fill", 0)
+        kernel = sources.kernel(devices.current(), "copy.cu", "fill")
         kernel((-(-target.size // 256),), (256,),
                (target.data.ptr, storage_number(target.dtype), target.itemsize, target.size, float(value)))

@@ -15,10 +15,7 @@ struct pack {
     uint32 words[4];
 
     __device__ pack() : words() {}
-    __device__ real get(int i) const {
-        if (sizeof(bits) == 2) return S::widen(bits_at(i, (uint16)0));
-        return S::widen(bits_at(i, bits(0)));
-    }
+    __device__ real get(int i) const { return S::widen(bits_at(i, bits(0))); }
     __device__ void set(int i, real value) { set_bits(i, S::narrow(value)); }
 
     __device__ uint16 bits_at(int i, uint16) const { return (uint16)(words[i / 2] >> 16 * (i % 2)); }

@@ -148,16 +148,14 @@ row_backward(const char* dy, index_t dy_stride, const char* x, index_t x_stride,
         gradient_sums<CENTERED, real> row_total;
 #pragma unroll
         for (int k = 0; k < PACKS; k++) {
-            real* wk = w[SHARED_SUMS ? 0 : k];
-            real (&wr)[VALUES] = *reinterpret_cast<real (*)[VALUES]>(wk);
+            real (&wr)[VALUES] = w[SHARED_SUMS ? 0 : k];
             if (SHARED_SUMS) read_weight<S>(wr, weights, x_row.first(k), x_row.valid(k));
             row_total.add(x_row[k], dy_row[k], wr, r.mean, x_row.valid(k), k);
         }
         row_total.settle(r, t, n);
 #pragma unroll
         for (int k = 0; k < PACKS; k++) {
-            real* wk = w[SHARED_SUMS ? 0 : k];
-            real (&wr)[VALUES] = *reinterpret_cast<real (*)[VALUES]>(wk);
+            real (&wr)[VALUES] = w[SHARED_SUMS ? 0 : k];
             if (SHARED_SUMS) read_weight<S>(wr, weights, x_row.first(k), x_row.valid(k));
             real weight_terms[VALUES], bias_terms[VALUES];
             pack<S> out = gradient_pack<CENTERED>(x_row[k], dy_row[k], wr, r, weight_terms);

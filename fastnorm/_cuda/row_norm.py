@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from fastnorm._cuda import devices, geometry, sources
-from fastnorm._cuda.copies import STORAGE_TYPES, copy, is_aligned, merged, storage_number
+from fastnorm._cuda.copies import FLOATS, copy, is_aligned, merged, storage_number
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -89,7 +89,7 @@ def row_norm_backward(dy, x, n_axes, weight, weight_offset, mean, rstd, dx, dwei
                (*inputs, scales.data.ptr, *weight_arguments, weight_offset, dx_rows.pointer, dx_rows.stride,
                 _pointer(partials), n_rows, n_cols, rows_per_chunk, width))
     if dweight is not None:
-        finish = sources.kernel(number, "finish_sums.cu", "finish_sums", 0, storage=arithmetic.name)
+        finish = sources.kernel(number, "finish_sums.cu", "finish_sums", storage=arithmetic.name)
         finish((-(-n_cols // 32), n_sums), (256,),
                (partials.data.ptr, dweight.data.ptr, _pointer(dbias), storage_number(dweight.dtype), dweight.itemsize,
                 n_partials, n_sums, n_cols), shared_mem=256 * 2 * arithmetic.itemsize)
@@ -107,7 +107,8 @@ class Program:
     def launch(self, name, blocks, arguments):
         kernel = self.kernels.get(name)
         if kernel is None:
-            kernel = sources.kernel(self.number, self.plan.source + ".cu", name, self.plan.shared_memory, **self.macros)
+            large = self.plan.shared_memory > sources.STATIC_LIMIT
+            kernel = sources.kernel(self.number, self.plan.source + ".cu", name, large, **self.macros)
             self.kernels[name] = kernel
         kernel((blocks,), (self.plan.threads,), arguments, shared_mem=self.plan.shared_memory)
 
@@ -124,8 +125,8 @@ def _program(direction, number, n_cols, dtype, centered):
 def _storage(x, *others):
     """(the dtype that the kernels work on, the arithmetic type). That of all arrays if they agree on a float type;
     otherwise the arithmetic type of x, to and from which a copy converts."""
-    arithmetic = _FLOAT32 if x.name in ("float16", "bfloat16", "float32") else _FLOAT64
-    return x if x.name in STORAGE_TYPES[:4] and all(a == x for a in others) else arithmetic, arithmetic
+    arithmetic = _FLOAT32 if x.name in FLOATS and x != _FLOAT64 else _FLOAT64
+    return x if x.name in FLOATS and all(a == x for a in others) else arithmetic, arithmetic
 
 
 def _size(x, n_axes):

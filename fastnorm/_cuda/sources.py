@@ -14,8 +14,8 @@ from fastnorm._cuda import devices
 # A product and a sum are rounded once only where the source says fused().
 OPTIONS = ("--std=c++17", "--fmad=false")
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.M)
-# Beyond this, a kernel has to be told how much shared memory it gets.
-_STATIC_LIMIT = 48 * 1024
+# Bytes; beyond, a kernel has to be told how much shared memory it gets.
+STATIC_LIMIT = 48 * 1024
 
 # What compiles a source; tests put a compiler for the processor here.
 module = cupy.RawModule
@@ -42,10 +42,11 @@ def options(**macros):
 
 
 @cache
-def kernel(device, source, name, shared_memory, **macros):
-    """The kernel of a source file, compiled for the current device, which device is the number of."""
+def kernel(device, source, name, large=False, **macros):
+    """The kernel of a source file, compiled for the current device, which device is the number of. large: whether it
+    may be launched with more than STATIC_LIMIT of shared memory."""
     function = module(code=joined(source), options=options(**macros)).get_function(name)
     # CuPy compiles a source once, so rows of other lengths share the kernel and its limit: all that the device has.
-    if shared_memory > _STATIC_LIMIT:
+    if large:
         function.max_dynamic_shared_size_bytes = devices.properties(device).shared_memory
     return function

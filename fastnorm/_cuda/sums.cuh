@@ -47,7 +47,7 @@ struct team {
     int size;           // a power of two up to 32, or a multiple of 32
     int rank;           // of this thread, 0 to size - 1
     int number;         // of the team in its block
-    char* slots;        // shared memory of the team: slots_bytes(); unused up to 32 threads
+    char* slots;        // shared memory of the team, SLOTS_BYTES; unused up to 32 threads
     int turn;           // which half of the slots is next: one barrier is enough for each sum
 };
 

@@ -5,7 +5,6 @@
 // to global memory is checked against the arrays there are, and against what other blocks of the launch have touched,
 // and counted. A barrier or shuffle that somebody misses is an error, not a hang.
 #include <math.h>
-#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -6,7 +6,6 @@ notice. emulator.h has the part that runs kernels.
 
 import ctypes
 import hashlib
-import itertools
 import os
 import re
 import subprocess
@@ -61,7 +60,6 @@ class Memory:
     def __init__(self):
         self.device = 0
         self.blocks = weakref.WeakSet()
-        self.broken = []
 
     def __call__(self, size):
         return self.allocate(size)
@@ -95,7 +93,6 @@ class Emulator:
         self.launches = []
         self.limits = {}
         self.seed = 1
-        self.serial = itertools.count(1)
         self.next_serial = 1
 
     def module(self, code, options=()):

@@ -202,7 +202,7 @@ def test_too_little_shared_memory_is_noticed(emulated, monkeypatch):
 
 
 def test_wrong_arguments_and_launches_are_noticed(emulated):
-    fill = sources.kernel(0, "copy.cu", "fill", 0)
+    fill = sources.kernel(0, "copy.cu", "fill")
     a = put(np.zeros(10, np.float32))
     right = (a.data.ptr, 2, 4, 10, 1.0)
     fill((1,), (256,), right)

@@ -85,7 +85,7 @@ def test_no_kernel_spills_and_all_can_be_launched():
             "slice_forward.cu": "slice_forward_sums",
             "slice_backward.cu": "slice_backward_apply",
         }.get(source, source.removesuffix(".cu"))
-        kernel = sources.kernel(device, source, name, 0, **dict(macros))
+        kernel = sources.kernel(device, source, name, **dict(macros))
         assert kernel.local_size_bytes == 0, (source, macros)
         assert kernel.max_threads_per_block >= dict(macros).get("threads", 256), (source, macros)
 

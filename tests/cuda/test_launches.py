@@ -212,6 +212,19 @@ def test_views_count_by_their_values(dtype):
             assert all(get(p).tobytes() == get(q).tobytes() for p, q in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("order", [(1, 0), (1, 2, 0), (2, 0, 1), (2, 1, 0), (0, 2, 1)], ids=str)
+def test_transposing_copies_read_and_write_in_runs(order, monkeypatch):
+    """Of a tile, neighbouring threads read along dimension 4 and write along dimension 5."""
+    launches = []
+    monkeypatch.setattr(
+        sources, "kernel", lambda device, source, name: lambda grid, block, args, **_: launches.append((name, args))
+    )
+    source = put(np.zeros((40, 50, 60)[: len(order)], np.float32)).transpose(order)
+    copies.copy(source, put(np.zeros(source.shape, np.float32)))
+    [(name, (_, _, *_, s0, s1, s2, s3, s4, s5, t0, t1, t2, t3, t4, t5))] = launches
+    assert name == "copy_tiles" and s4 == t5 == 4, (s4, s5, t4, t5)
+
+
 # ---- paths ----------------------------------------------------------------------------------------
 
 
