@@ -36,7 +36,7 @@ cdef struct job:
     void* rstd             # real[n_rows] or NULL: OUT forward, IN backward
     # Backward: a chunk of rows adds up its dweight and dbias here. NULL: not wanted.
     Py_ssize_t rows_per_chunk
-    Py_ssize_t partial_cols   # n_cols and room for a lane group after any column
+    Py_ssize_t partial_cols   # n_cols, or a little more
     double* dweight_partial   # OUT double[n_chunks, wide, partial_cols]; wide is 2 for double (sum, rest)
     double* dbias_partial
 

@@ -235,8 +235,8 @@ INLINE double total_value(total t) {
     return isfinite(t.sum) ? t.sum + t.rest : t.sum;
 }
 
-/* sums[i] += a[i] in double; where real is double itself, what that rounds away goes to sums[n + i]. */
-INLINE void lanes_add_wide(double *sums, ptrdiff_t n, lanes a) {
+/* sums[i] += a[i] in double; where real is double itself, what that rounds away goes to sums[rests + i]. */
+INLINE void lanes_add_wide(double *sums, ptrdiff_t rests, lanes a) {
 #if defined(__GNUC__)
     /* Half a register of real at a time: what becomes a register of double. Left to itself the compiler goes one by one. */
     typedef real half __attribute__((vector_size(VEC_BYTES / 2)));
@@ -257,7 +257,7 @@ INLINE void lanes_add_wide(double *sums, ptrdiff_t n, lanes a) {
             *p = s;
             if (sizeof(real) == 8) {
                 wide z = s - old;
-                wide_anywhere *rest = (wide_anywhere *)(sums + n + k * VEC_LANES + h * WIDE);
+                wide_anywhere *rest = (wide_anywhere *)(sums + rests + k * VEC_LANES + h * WIDE);
                 *rest += (old - (s - z)) + (t - z);
             }
         }
@@ -267,9 +267,20 @@ INLINE void lanes_add_wide(double *sums, ptrdiff_t n, lanes a) {
         total t = {sums[k], 0};
         t = total_add(t, a.v[k]);
         sums[k] = t.sum;
-        if (sizeof(real) == 8) sums[n + k] += t.rest;
+        if (sizeof(real) == 8) sums[rests + k] += t.rest;
     }
 #endif
+}
+
+/* The same for the first n lanes; it touches no sum after them, which may be another thread's. */
+APART void lanes_add_wide_part(double *sums, ptrdiff_t rests, lanes a, ptrdiff_t n) {
+    union { lanes l; real x[LANES]; } u = {a};
+    for (ptrdiff_t k = 0; k < n; k++) {
+        total t = {sums[k], 0};
+        t = total_add(t, u.x[k]);
+        sums[k] = t.sum;
+        if (sizeof(real) == 8) sums[rests + k] += t.rest;
+    }
 }
 
 /* a * b, and what that rounds away (Dekker: halves of 26 bits). */

@@ -116,6 +116,14 @@ cdef inline lanes dx_lanes(lanes d, lanes dy, lanes w, lanes rstd, lanes c1, lan
     return lanes_mul(lanes_sub(wdy, lanes_mul(d, c1)), rstd)
 
 
+cdef inline void add_gradients(double* sums, Py_ssize_t partial_cols, lanes a, Py_ssize_t n) noexcept nogil:
+    """n lanes of dweight or dbias to their sums, and not a sum more: split_backward gives the columns of a row to several threads."""
+    if n == LANES:
+        lanes_add_wide(sums, partial_cols, a)
+    else:
+        lanes_add_wide_part(sums, partial_cols, a, n)
+
+
 cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows,
                                       Py_ssize_t i, Py_ssize_t n, const real* w, double* dweight, double* dbias,
                                       Py_ssize_t partial_cols, bint centered, bint stream, int type, int n_rows) noexcept nogil:
@@ -143,9 +151,9 @@ cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, con
         else:
             lanes_store_part_as(dx[k], i, n, t[k], type)
     if dweight != NULL:
-        lanes_add_wide(dweight + i, partial_cols, dw)
+        add_gradients(dweight + i, partial_cols, dw, n)
         if centered:
-            lanes_add_wide(dbias + i, partial_cols, db)
+            add_gradients(dbias + i, partial_cols, db, n)
 
 
 cdef void apply_gradient_part(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows,

@@ -374,8 +374,7 @@ cdef double* open_partials(job* j, const kernels* k, bint param_grads) except NU
     cdef Py_ssize_t lanes = 64 // real_size(k), size, count
     cdef double* partials
     j.rows_per_chunk = (max(MIN_CHUNK, (j.n_rows + MAX_CHUNKS - 1) // MAX_CHUNKS) + 3) // 4 * 4
-    # Room for a whole lane group from any column.
-    j.partial_cols = (j.n_cols + lanes - 1) // lanes * lanes + lanes
+    j.partial_cols = (j.n_cols + lanes - 1) // lanes * lanes
     j.dweight_partial = j.dbias_partial = NULL
     if not param_grads:
         return allocate(1)

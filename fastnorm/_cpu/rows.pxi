@@ -40,7 +40,8 @@ cdef extern from "lanes.h" nogil:
     double scaled_mean(double r, double a, double n)
     total total_add(total t, double a)
     double total_value(total t)
-    void lanes_add_wide(double* sums, Py_ssize_t n, lanes a)
+    void lanes_add_wide(double* sums, Py_ssize_t rests, lanes a)
+    void lanes_add_wide_part(double* sums, Py_ssize_t rests, lanes a, Py_ssize_t n)
 
 cdef extern from "storage.h" nogil:
     enum:
