@@ -66,6 +66,7 @@ cdef extern from "storage.h" nogil:
 cdef enum:
     RESIDENT = 8       # blocks of a row that is loaded once and kept, if it cannot be read in place
     GROUP = 4          # rows side by side; in backward they share the accumulators of dweight and dbias
+    SHORT_RUN = 32     # columns next to each other that are worth a step of their own
     SHORT_BYTES = 1024 # rows up to which forward takes several side by side
     TRANSPOSED_BYTES = 1 << 20   # of rows that are loaded together
     SETTLED = 0
@@ -186,6 +187,28 @@ cdef inline bint in_place(const view* v, int type) noexcept nogil:
     return v.direct and v.type == type
 
 
+cdef inline Py_ssize_t run_left(int ndim, const Py_ssize_t* shape, Py_ssize_t i) noexcept nogil:
+    """Elements from the C-order index i on that one stride can walk."""
+    return shape[0] - i if ndim == 1 else shape[ndim - 1] - i % shape[ndim - 1]
+
+
+cdef inline bint block_in_place(const view* v, Py_ssize_t c0, Py_ssize_t n) noexcept nogil:
+    """Whether n columns from c0 on lie next to each other as real values."""
+    cdef int last = v.col_ndim - 1
+    if v.type != ST_REAL:
+        return False
+    return v.direct or (not v.swapped and v.col_strides[last] == v.itemsize
+                        and run_left(v.col_ndim, v.col_shape, c0) >= n)
+
+
+cdef inline Py_ssize_t within_run(const view* v, Py_ssize_t c0, Py_ssize_t n) noexcept nogil:
+    """n columns from c0 on, or fewer if these can be read or written in place; short runs are not worth it."""
+    cdef int last = v.col_ndim - 1
+    if last == 0 or v.type != ST_REAL or v.swapped or v.col_strides[last] != v.itemsize or v.col_shape[last] < SHORT_RUN:
+        return n
+    return min(n, run_left(v.col_ndim, v.col_shape, c0))
+
+
 cdef inline int type_in_place(const view* a, const view* b, const view* c) noexcept nogil:
     """The storage type for which kernels are instantiated: that of the arrays if they share one that
     needs no buffer, else real, with buffers for those that are something else."""
@@ -199,10 +222,14 @@ cdef inline const char* load_block(const source* src, Py_ssize_t c0, Py_ssize_t 
     buffer as real. again: they were loaded before, with the same scale."""
     cdef real* out
     cdef Py_ssize_t k
-    if type != ST_REAL or (in_place(src.v, ST_REAL) and not src.scaled):
+    if type != ST_REAL:
         return src.row + c0 * SIZE_OF(type)
     out = src.buffer + c0 if src.resident else src.buffer
-    if src.loaded or (again and src.resident):
+    if src.loaded:
+        return <const char*>out
+    if not src.scaled and block_in_place(src.v, c0, n):
+        return src.row + offset(src.v.col_ndim, src.v.col_shape, src.v.col_strides, c0)
+    if again and src.resident:
         return <const char*>out
     load_columns(src.v, src.row, c0, n, out)
     if src.scaled:
