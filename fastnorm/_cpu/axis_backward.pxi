@@ -143,10 +143,9 @@ cdef struct tile_output:
 cdef inline tile_output open_output(const view* v, Py_ssize_t r, real* scratch) noexcept nogil:
     cdef tile_output out
     out.v = v if v.data != NULL else NULL
-    if out.v != NULL:
-        out.base = row_start(v, r)
-        out.plain = v.type == ST_REAL and not v.swapped
-        out.scratch = scratch
+    out.base = row_start(v, r) if v.data != NULL else NULL
+    out.plain = v.data != NULL and v.type == ST_REAL and not v.swapped
+    out.scratch = scratch
     return out
 
 

@@ -114,7 +114,7 @@ cdef void update(cnp.ndarray running, double momentum, const double* new) noexce
     cdef char* p = <char*>cnp.PyArray_DATA(running)
     cdef Py_ssize_t n = running.shape[0], stride = cnp.PyArray_STRIDE(running, 0), i
     cdef int type = storage_type(running), swapped = not cnp.PyArray_ISNOTSWAPPED(running)
-    cdef double value
+    cdef double value = 0
     if momentum == 0:
         return
     for i in range(n):

@@ -52,6 +52,18 @@ cdef inline void gradient_half_step(const char* x, const char* dy, const real* w
     sum_wdy_d[0] = sum4(lanes_mul(ga, a), lanes_mul(gb, b), lanes_mul(gc, c), lanes_mul(gd, d))
 
 
+cdef void last_gradient_step(const char* x, const char* dy, const real* w, Py_ssize_t i, Py_ssize_t n, const lanes* h, bint centered,
+                             int type, lanes* s, lanes* g, lanes* p) noexcept nogil:
+    """Less than a step. Flags at run time, to have it once."""
+    cdef lanes s0, s1, g0, g1, p0, p1
+    gradient_half_step(x, dy, w, i, n - i, h[0], centered, type, &s0, &g0, &p0)
+    gradient_half_step(x, dy, w, i + HALF_STEP, n - i - HALF_STEP, h[0], centered, type, &s1, &g1, &p1)
+    if centered:
+        s[0] = lanes_add(s[0], lanes_add(s0, s1))
+        g[0] = lanes_add(g[0], lanes_add(g0, g1))
+    p[0] = lanes_add(p[0], lanes_add(p0, p1))
+
+
 cdef inline void block_gradient_sums(const char* x, const char* dy, const real* w, Py_ssize_t n, real hi, bint centered,
                                      int type, double* sum_d, double* sum_wdy, double* sum_wdy_d) noexcept nogil:
     """OUT: the folded sums of d, wdy and wdy * d over one block."""
@@ -59,18 +71,16 @@ cdef inline void block_gradient_sums(const char* x, const char* dy, const real* 
     cdef lanes s = zero, g = zero, p = zero
     cdef lanes s0 = zero, s1 = zero, g0 = zero, g1 = zero, p0, p1
     cdef Py_ssize_t i = 0
-    while i < n:
-        if i + STEP <= n:
-            gradient_half_step(x, dy, w, i, HALF_STEP, h, centered, type, &s0, &g0, &p0)
-            gradient_half_step(x, dy, w, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &g1, &p1)
-        else:
-            gradient_half_step(x, dy, w, i, n - i, h, centered, type, &s0, &g0, &p0)
-            gradient_half_step(x, dy, w, i + HALF_STEP, n - i - HALF_STEP, h, centered, type, &s1, &g1, &p1)
+    while i + STEP <= n:
+        gradient_half_step(x, dy, w, i, HALF_STEP, h, centered, type, &s0, &g0, &p0)
+        gradient_half_step(x, dy, w, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &g1, &p1)
         if centered:
             s = lanes_add(s, lanes_add(s0, s1))
             g = lanes_add(g, lanes_add(g0, g1))
         p = lanes_add(p, lanes_add(p0, p1))
         i += STEP
+    if i < n:
+        last_gradient_step(x, dy, w, i, n, &h, centered, type, &s, &g, &p)
     if centered:
         sum_d[0] = lanes_fold(s)
         sum_wdy[0] = lanes_fold(g)
@@ -94,9 +104,11 @@ cdef inline void settle_gradient(const job* j, Py_ssize_t r, double sum_d, doubl
         rstd[0] = <real>(<double>rstd[0] * (<in_real>j.weight)[r])
 
 
-cdef inline const real* column_weight(const job* j) noexcept nogil:
+cdef inline in_real column_weight(const job* j) noexcept nogil:
     """weight of the columns, or NULL."""
-    return NULL if j.by_row else <const real*>j.weight
+    if j.by_row:
+        return NULL
+    return <in_real>j.weight
 
 
 cdef enum:
