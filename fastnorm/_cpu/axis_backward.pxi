@@ -193,7 +193,8 @@ cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* 
                         j.centered, &w.rstd[i], &w.lo[i], &w.c1[i], &w.c2[i])
     if j.dx.data == NULL:
         return
-    for c in range(j.n_cols):
+    # Backwards, as tile_apply().
+    for c in range(j.n_cols - 1, -1, -1):
         dx_column = begin_column(&dx, c)
         stream = j.stream and dx.plain and <size_t>dx_column % sizeof(real) == 0
         dy_column = tile_column(&dy, c, 0)
@@ -205,10 +206,10 @@ cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* 
             add_column(j, r, n, c, dy_column, j.dbias_partial)
         if j.centered:
             tile_gradient_column(tile_column(&x, c, 0), dy_column, dh_column, dx_column, begin_column(&dresidual, c), n, w,
-                                 weight + c if weight != NULL else NULL, <real>j.alpha, True, stream, w.p)
+                                 at_column(weight, c), <real>j.alpha, True, stream, w.p)
         else:
             tile_gradient_column(tile_column(&x, c, 0), dy_column, dh_column, dx_column, begin_column(&dresidual, c), n, w,
-                                 weight + c if weight != NULL else NULL, <real>j.alpha, False, stream, w.p)
+                                 at_column(weight, c), <real>j.alpha, False, stream, w.p)
         if j.dweight_partial != NULL:
             add_column(j, r, n, c, w.p, j.dweight_partial)
         end_column(&dx, c, n)

@@ -233,9 +233,10 @@ cdef void tile_apply(const job* j, const tile* x, tile_scratch* w) noexcept nogi
     cdef bint plain = v.type == ST_REAL and not v.swapped
     cdef bint stream
     cdef real* y
-    cdef Py_ssize_t c, step = 0 if j.by_row else 1
+    cdef Py_ssize_t c
     tile_parameters(j, x, w)
-    for c in range(j.n_cols):
+    # Backwards: the sums ended at the last column, and what was read last is still in the cache.
+    for c in range(j.n_cols - 1, -1, -1):
         column = tile_column(x, c, 0)
         p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
         y = <real*>p if plain else w.out_column
@@ -244,13 +245,9 @@ cdef void tile_apply(const job* j, const tile* x, tile_scratch* w) noexcept nogi
         if j.by_row:
             tile_apply_column(column, y, x.n, w, weight, bias, True, True, stream)
         elif j.centered:
-            tile_apply_column(column, y, x.n, w, weight, bias, True, False, stream)
+            tile_apply_column(column, y, x.n, w, at_column(weight, c), at_column(bias, c), True, False, stream)
         else:
-            tile_apply_column(column, y, x.n, w, weight, bias, False, False, stream)
-        if weight != NULL:
-            weight += step
-        if bias != NULL:
-            bias += step
+            tile_apply_column(column, y, x.n, w, at_column(weight, c), at_column(bias, c), False, False, stream)
         if not plain:
             store_run(p, v.itemsize, v.type, v.swapped, x.n, y)
 
