@@ -211,6 +211,7 @@ def test_memory_layout_does_not_change_the_bits(dtype, layout, rng):
 def test_any_number_of_threads_gives_the_same_bits(n, rng, threads):
     for shape, axis in [
         ((2, 2, 70_000), 1),
+        ((1, 2, 70_000), 1),
         ((70_000, 2), 1),
         ((2000, 64), 1),
         ((8, 50, 20, 20), 1),

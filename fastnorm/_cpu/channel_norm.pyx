@@ -6,7 +6,7 @@ cimport numpy as cnp
 from fastnorm._cpu.isa cimport float32_kernels
 from fastnorm._cpu.kernels cimport job, kernels
 from fastnorm._cpu.row_norm cimport (STREAM_BYTES, as_row, kernels_of, open_nothing_else, open_view, rows_adjacent, run_backward,
-                                     run_forward, run_parts, storage_type, threads_for)
+                                     run_evaluate, run_forward, storage_type)
 
 import numpy as np
 
@@ -156,7 +156,7 @@ cdef int evaluate(const kernels* k, cnp.ndarray x, int axis, cnp.ndarray given_h
     """y = (x - mean) * rstd * weight + bias with statistics that are given."""
     cdef job j
     cdef Py_ssize_t inner = 1, size = cnp.PyArray_SIZE(x)
-    cdef int i, after = x.ndim - 1 - axis, n_threads = threads_for(size)
+    cdef int i, after = x.ndim - 1 - axis
     open_channels(&j, x, axis, weight_row)
     j.bias = data_or_null(bias_row)
     j.given_hi = cnp.PyArray_DATA(given_hi)
@@ -165,7 +165,7 @@ cdef int evaluate(const kernels* k, cnp.ndarray x, int axis, cnp.ndarray given_h
     j.stream = streams(x, y)
     open_view(&j.y, channels_first(y, axis), y.ndim - 1)
     if rows_adjacent(&j.x) and rows_adjacent(&j.y):
-        return run_parts(k.axis_evaluate, &j, j.n_rows, j.n_cols, min(n_threads, <int>min(j.n_rows, <Py_ssize_t>1 << 20)))
+        return run_evaluate(k, &j, True)
     for i in range(axis + 1, x.ndim):
         inner *= x.shape[i]
     if inner >= RUN_MIN:
@@ -174,7 +174,7 @@ cdef int evaluate(const kernels* k, cnp.ndarray x, int axis, cnp.ndarray given_h
         open_view(&j.y, y, after)
         j.n_cols = inner
         j.n_rows = size // inner
-    return run_parts(k.evaluate, &j, j.n_rows, j.n_cols, <int>min(<Py_ssize_t>n_threads, j.n_rows))
+    return run_evaluate(k, &j, False)
 
 
 def channel_norm_backward(cnp.ndarray dy, cnp.ndarray x, int axis, weight, cnp.ndarray mean, cnp.ndarray rstd, cnp.ndarray dx,

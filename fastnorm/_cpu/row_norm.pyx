@@ -335,6 +335,36 @@ cdef int run_forward(const kernels* k, const job* j) except -1:
     return run_parts(forward, j, n_rows, j.n_cols, min(n_threads, n_rows))
 
 
+cdef inline double given(const kernels* k, const void* values, Py_ssize_t i) noexcept nogil:
+    return (<const float*>values)[i] if real_size(k) == 4 else (<const double*>values)[i]
+
+
+cdef int split_evaluate(const kernels* k, const job* j, int n_threads) except -1:
+    """Few long rows with given statistics, each of them on all threads."""
+    cdef Py_ssize_t block = BLOCK_BYTES // real_size(k), blocks = n_blocks(j.n_cols, block), r, channel
+    cdef row_statistics st
+    cdef int t
+    for r in range(j.n_rows):
+        with nogil:
+            channel = r % j.n_channels
+            st.hi = given(k, j.given_hi, channel)
+            st.lo = given(k, j.given_lo, channel)
+            st.rstd = given(k, j.given_rstd, channel)
+            for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
+                k.forward_apply(j, r, share(blocks, t, n_threads) * block,
+                                min(share(blocks, t + 1, n_threads) * block, j.n_cols), &st)
+        PyErr_CheckSignals()
+    return 0
+
+
+cdef int run_evaluate(const kernels* k, const job* j, bint across) except -1:
+    """across: a row is a channel, and rows lie next to each other."""
+    cdef int n_threads = threads_for(j.n_rows * j.n_cols)
+    if n_threads > 1 and not across and j.n_rows < 4 * n_threads and j.n_cols >= SPLIT_MIN:
+        return split_evaluate(k, j, n_threads)
+    return run_parts(k.axis_evaluate if across else k.evaluate, j, j.n_rows, j.n_cols, min(n_threads, j.n_rows))
+
+
 cdef inline bint same_data(cnp.ndarray a, b) noexcept:
     return b is not None and cnp.PyArray_DATA(a) == cnp.PyArray_DATA(<cnp.ndarray>b)
 

@@ -131,10 +131,19 @@ cdef void load_columns(const view* v, const char* row, Py_ssize_t c0, Py_ssize_t
     """out[:n] = columns c0 to c0 + n of the row, in runs along the last dimension."""
     cdef Py_ssize_t stride = v.col_strides[v.col_ndim - 1]
     cdef bint plain = v.type == ST_REAL and not v.swapped and stride == v.itemsize
+    cdef bint short = v.col_ndim > 1 and v.col_shape[v.col_ndim - 1] <= 4096 // <Py_ssize_t>sizeof(real)
+    cdef const char* ahead
+    cdef Py_ssize_t k
     cdef run a = first_run(v, c0, n)
     while n > 0:
         if plain:
             memcpy(out, row + a.begin, a.length * sizeof(real))
+            if short:
+                # Where runs are short, the processor does not see them coming. What follows a run is mostly the next
+                # row's, which is needed next.
+                ahead = row + a.begin + a.length * <Py_ssize_t>sizeof(real)
+                for k in range(a.length * <Py_ssize_t>sizeof(real) // 64 + 1):
+                    prefetch(ahead + 64 * k)
         else:
             load_run(row + a.begin, stride, v.type, v.swapped, a.length, out)
         c0 += a.length
