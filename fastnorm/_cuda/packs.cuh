@@ -173,3 +173,25 @@ __device__ inline void read_packs(row_packs<S, PACKS>& x, const char* row, bool 
         x[k] = n > 0 ? read_pack<S>(row + x.first(k) * sizeof(typename S::bits), n, width) : pack<S>();
     }
 }
+
+// x + alpha * residual as it is stored, in the place of x: the product and the sum are rounded each.
+template <class S, int PACKS>
+__device__ inline void add_packs(row_packs<S, PACKS>& x, const char* residual, typename S::real alpha, bool here, int width) {
+#pragma unroll
+    for (int k = 0; k < x.count(); k++) {
+        int n = here ? x.valid(k) : 0;
+        if (n == 0) continue;
+        pack<S> r = read_pack<S>(residual + x.first(k) * sizeof(typename S::bits), n, width);
+#pragma unroll
+        for (int i = 0; i < pack<S>::VALUES; i++) x[k].set(i, x[k].get(i) + alpha * r.get(i));
+    }
+}
+
+template <class S, int PACKS>
+__device__ inline void write_packs(char* row, const row_packs<S, PACKS>& x, bool here, int width) {
+#pragma unroll
+    for (int k = 0; k < x.count(); k++) {
+        int n = here ? x.valid(k) : 0;
+        if (n > 0) write_pack(row + x.first(k) * sizeof(typename S::bits), x[k], n, width);
+    }
+}

@@ -1,5 +1,6 @@
 // Forward of rows of any length, a slice of THREADS * PACKS packs at a time. Three kernels: the moments of each
-// slice, the statistics of each row from those, y. x is read twice.
+// slice, the statistics of each row from those, y. x is read twice; with a residual, x and residual are read once, and
+// h is written and read again.
 //
 // KERNEL_STORAGE, KERNEL_CENTERED, KERNEL_PACKS, KERNEL_THREADS as in row_forward.cu
 #include "apply.cuh"
@@ -8,7 +9,6 @@ typedef KERNEL_STORAGE S;
 typedef S::real real;
 const bool CENTERED = KERNEL_CENTERED;
 const int PACKS = KERNEL_PACKS, THREADS = KERNEL_THREADS;
-
 
 // One slice: about hi, times 2^exponent (its squares twice that). A slice of zeros has no exponent of its own.
 struct slice_moments { double hi, lo, square, exponent; };
@@ -22,13 +22,21 @@ const index_t SLICE = (index_t)THREADS * PACKS * pack<S>::VALUES;
 __device__ inline index_t n_slices(index_t n_cols) { return (n_cols + SLICE - 1) / SLICE; }
 __device__ inline index_t slice_length(index_t slice, index_t n_cols) { return smaller(SLICE, n_cols - slice * SLICE); }
 
-// IN x[n_rows, n_cols]; OUT slices[n_rows, n_slices]. A block a slice.
+// IN x, residual[n_rows, n_cols]; OUT h[n_rows, n_cols], slices[n_rows, n_slices]. A block a slice. residual and h may
+// be null together; without slices only h is wanted.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-slice_forward_sums(const char* x, index_t x_stride, double eps, char* slices, index_t n_cols, index_t width) {
+slice_forward_sums(const char* x, index_t x_stride, const char* residual, index_t residual_stride, double alpha, char* h,
+                   index_t h_stride, double eps, char* slices, index_t n_cols, index_t width) {
     team t = open_team(THREADS, shared_memory());
     index_t row = blockIdx.x / n_slices(n_cols), slice = blockIdx.x % n_slices(n_cols);
     row_packs<S, PACKS> packs(slice_length(slice, n_cols), t, 0);
-    read_packs(packs, x + row * x_stride + slice * SLICE * sizeof(S::bits), true, (int)width);
+    index_t offset = slice * SLICE * sizeof(S::bits);
+    read_packs(packs, x + row * x_stride + offset, true, (int)width);
+    if (residual) {
+        add_packs(packs, residual + row * residual_stride + offset, (real)alpha, true, (int)width);
+        write_packs(h + row * h_stride + offset, packs, true, (int)width);
+        if (!slices) return;
+    }
     divisor<real> n(packs.n_cols);
     int exponent;
     bool finite;
