@@ -57,6 +57,22 @@ struct gradient_sums {
     }
 };
 
+// The sums of one slice, and those of count slices put together by a team in a fixed order. OUT all
+template <class real>
+struct slice_sums { total<real> d, wdy, wdy_d; };
+
+template <class real>
+__device__ inline void put_together(total<real> (&all)[3], const char* slices, index_t count, team& t) {
+    for (int i = 0; i < 3; i++) all[i] = total_of((real)0);
+    for (index_t k = t.rank; k < count; k += t.size) {
+        slice_sums<real> s = read<slice_sums<real>>(slices + k * sizeof(s));
+        all[0] = added(all[0], s.d);
+        all[1] = added(all[1], s.wdy);
+        all[2] = added(all[2], s.wdy_d);
+    }
+    over_team(all, t, total_of((real)0), add());
+}
+
 // A sum over rows and what its additions rounded away, so that any number of rows may be added up.
 template <class real>
 struct column_sum {

@@ -142,18 +142,19 @@ struct share {
     }
 };
 
-// The packs of a thread: in registers, or with PACKS = 0 in shared memory.
-template <class S, int PACKS>
-struct row_packs : share<S> {
+// The packs of a thread: in registers, or with PACKS = 0 in shared memory. SHARE: which ones they are.
+template <class S, int PACKS, class SHARE = share<S>>
+struct row_packs : SHARE {
     pack<S> own[PACKS];
-    __device__ row_packs(index_t n, const team& t, char*) : share<S>(n, t) {}
+    __device__ row_packs(index_t n, const team& t, char*) : SHARE(n, t) {}
+    __device__ explicit row_packs(const SHARE& mine) : SHARE(mine) {}
     __device__ int count() const { return PACKS; }
     __device__ pack<S>& operator[](int k) { return own[k]; }
     __device__ const pack<S>& operator[](int k) const { return own[k]; }
 };
 
 template <class S>
-struct row_packs<S, 0> : share<S> {
+struct row_packs<S, 0, share<S>> : share<S> {
     pack<S>* own;
     int packs;
     __device__ row_packs(index_t n, const team& t, char* memory)

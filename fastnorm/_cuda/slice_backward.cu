@@ -13,7 +13,6 @@ const int PACKS = KERNEL_PACKS, THREADS = KERNEL_THREADS;
 const int VALUES = pack<S>::VALUES, N_SUMS = CENTERED ? 2 : 1;
 const index_t SLICE = (index_t)THREADS * PACKS * VALUES, COLUMNS = (index_t)THREADS * VALUES;
 
-struct slice_sums { total<real> d, wdy, wdy_d; };
 struct row_scale { real mean, rstd, lo, k, c2; };
 
 __device__ inline index_t n_slices(index_t n_cols) { return (n_cols + SLICE - 1) / SLICE; }
@@ -41,7 +40,7 @@ slice_backward_sums(const char* dy, index_t dy_stride, const char* x, index_t x_
     total<real> all[3] = {sums.d.result(), sums.wdy.result(), sums.wdy_d.result()};
     over_team(all, t, total_of((real)0), add());
     if (t.rank == 0) {
-        slice_sums s = {all[0], all[1], all[2]};
+        slice_sums<real> s = {all[0], all[1], all[2]};
         write(slices + (index_t)blockIdx.x * sizeof(s), s);
     }
 }
@@ -51,14 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 slice_backward_settle(const char* slices, const char* mean, const char* rstd, char* rows, index_t n_cols) {
     team t = open_team(THREADS, shared_memory());
     index_t row = blockIdx.x, count = n_slices(n_cols);
-    total<real> all[3] = {total_of((real)0), total_of((real)0), total_of((real)0)};
-    for (index_t k = t.rank; k < count; k += THREADS) {
-        slice_sums s = read<slice_sums>(slices + (row * count + k) * sizeof(s));
-        all[0] = added(all[0], s.d);
-        all[1] = added(all[1], s.wdy);
-        all[2] = added(all[2], s.wdy_d);
-    }
-    over_team(all, t, total_of((real)0), add());
+    total<real> all[3];
+    put_together(all, slices + row * count * sizeof(slice_sums<real>), count, t);
     gradient_row<real> r = {0, read_by_all<real>(rstd + row * sizeof(real), t.rank == 0), 0, 0, 0};
     if (CENTERED) r.mean = read_by_all<real>(mean + row * sizeof(real), t.rank == 0);
     gradient_sums<CENTERED, real>::settle_from(r, all[0], all[1], all[2], divisor<real>(n_cols));
