@@ -108,10 +108,10 @@ channel_gradient_settle(const char* parts, index_t n_parts, index_t n_values, NU
                         const char* rstd, char* gradients, char* dweight, char* dbias, index_t type, index_t item_size,
                         index_t n_channels, index_t training, index_t team_size) {
     team t = open_team((int)team_size, shared_memory());
-    index_t number = (index_t)blockIdx.x * (THREADS / t.size) + t.number, c = smaller(number, n_channels - 1);
+    index_t c = (index_t)blockIdx.x * (THREADS / t.size) + t.number;
     total<real> all[3] = {total_of((real)0), total_of((real)0), total_of((real)0)};
-    if (parts) put_together(all, parts + c * n_parts * sizeof(channel_part), n_parts, t);
-    if (t.rank > 0 || number >= n_channels) return;
+    if (parts) put_together(all, parts + c * n_parts * sizeof(channel_part), c < n_channels ? n_parts : 0, t);
+    if (t.rank > 0 || c >= n_channels) return;
     divisor<real> n(n_values);
     gradient_row<real> r = {read<real>(mean + c * sizeof(real)), read<real>(rstd + c * sizeof(real)), 0, 0, 0};
     double lo = 0;

@@ -212,6 +212,12 @@ __device__ inline void leave_channel(index_t c, const scale_of_row<real>& s, int
     if (rstd) write<real>(rstd + c * sizeof(real), (real)s.saved_rstd);
 }
 
+// Without a new value, or the old one, where its weight is zero: that would make a NaN of an infinity.
+__device__ inline void update(const numbers& running, index_t c, double momentum, double value) {
+    if (momentum == 0) return;
+    running.set(c, momentum == 1 ? value : (1 - momentum) * running.get(c) + momentum * value);
+}
+
 // IN parts[n_channels, n_parts], weight, bias; OUT scales[n_channels], mean, rstd; running_mean, running_var are updated.
 // All but parts and scales may be null. n_values: of a channel. A team of threads a channel.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -219,20 +225,20 @@ channel_settle(const char* parts, index_t n_parts, index_t n_values, double eps,
                NUMBERS(running_mean), NUMBERS(running_var), double momentum, char* scales, char* mean, char* rstd,
                index_t n_channels, index_t team_size) {
     team t = open_team((int)team_size, shared_memory());
-    index_t number = (index_t)blockIdx.x * (THREADS / t.size) + t.number, c = smaller(number, n_channels - 1);
-    parts_of_channel mine = {parts + c * n_parts * sizeof(channel_part), n_parts};
+    index_t c = (index_t)blockIdx.x * (THREADS / t.size) + t.number;
+    parts_of_channel mine = {parts + c * n_parts * sizeof(channel_part), c < n_channels ? n_parts : 0};
     int exponent;
     moments<real> m = put_together<true>(mine, t, divisor<real>(n_values), &exponent);
     scale_of_row<real> s = settle(m, eps, exponent, is_finite(m.square));
-    if (t.rank > 0 || number >= n_channels) return;
+    if (t.rank > 0 || c >= n_channels) return;
     leave_channel(c, s, exponent, NUMBERS_OF(weight), NUMBERS_OF(bias), scales, mean, rstd);
     if (!running_mean) return;
     // After weight and bias were read: they may be the same arrays.
     numbers means = NUMBERS_OF(running_mean), variances = NUMBERS_OF(running_var);
     power scale(exponent);
     double variance = scale.divide(scale.divide(m.variance())) * ((double)n_values / ((double)n_values - 1));
-    means.set(c, (1 - momentum) * means.get(c) + momentum * s.saved_mean);
-    variances.set(c, (1 - momentum) * variances.get(c) + momentum * variance);
+    update(means, c, momentum, s.saved_mean);
+    update(variances, c, momentum, variance);
 }
 
 // IN running_mean, running_var, weight, bias; OUT scales[n_channels], mean, rstd. A thread a channel. weight, bias and all

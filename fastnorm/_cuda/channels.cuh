@@ -24,7 +24,7 @@ struct slice_place {
     }
     // Values of the channel before a pack.
     __device__ index_t before(index_t number, int values_of_pack) const {
-        return number / packs_of_run * inner + smaller(number % packs_of_run * values_of_pack, inner);
+        return number / packs_of_run * inner + number % packs_of_run * values_of_pack;
     }
     __device__ index_t length(int values_of_pack) const {
         index_t end = smaller(first + SLICE, outer * packs_of_run);

@@ -13,7 +13,7 @@ SLOTS_BYTES = 2 * 32 * 48
 # Threads of a block, and packs of a thread, where rows come in slices.
 SLICE_THREADS, SLICE_PACKS = 256, 4
 # Bytes of a channel next to each other from which on it comes in slices; the rows that a thread has of columns at a time.
-SHORTEST_RUN, COLUMN_ROWS = 64, 8
+SHORTEST_RUN, COLUMN_ROWS = 32, 8
 
 
 class Plan(NamedTuple):

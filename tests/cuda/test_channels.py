@@ -201,7 +201,7 @@ def test_what_is_not_finite_stays_in_its_channel(dtype, shape):
 
 def test_many_equal_values():
     """N10: 2**25 ones have a mean of exactly 1; in chunks of columns, too. Their parts take a whole block to put together."""
-    for shape in ((2, 1, 2**24), (2**19, 2)):
+    for shape in ((2, 1, 2**24), (2**19 + 1, 2)):
         assert geometry.settling_team(plan_of(shape, 1, np.dtype(np.float16)).parts) == 256
         y, mean, rstd = forward(put(np.ones(shape, np.float16)), 1)
         assert (get(mean) == 1).all() and not get(y).any()
@@ -293,7 +293,7 @@ def test_views_count_by_their_values(shape, dtype, emulated):
         (lambda a: a[::2], 0),
         (lambda a: a[1:, 2:9], 0),
         (lambda a: a[:, 3:4], 0),
-        (lambda a: a[:, ::2], len(shape) == 2 or shape[2:] == (3, 2)),
+        (lambda a: a[:, ::2], plan_of(shape, 1, dtype).way == "columns"),
         (lambda a: a[::-1], 0),
         (lambda a: a[..., ::-1], 1),
         (lambda a: a.swapaxes(0, -1), 1),
