@@ -41,6 +41,13 @@ channel_runs_sums(const char* x, index_t outer_stride, index_t channel_stride, d
     }
 }
 
+// Values i of a group times 2^-exponent, where they stand.
+__device__ inline void scale_group(pack<S> (&group)[GROUP], int i, int exponent) {
+    power scale(exponent);
+#pragma unroll
+    for (int j = 0; j < GROUP; j++) group[j].set(i, (real)scale.times(group[j].get(i)));
+}
+
 // The columns of a block while it sums them up. hi, exponents and sums are in shared memory.
 struct column_block {
     share_of_columns<S> mine;
@@ -66,21 +73,13 @@ struct column_block {
     }
     __device__ double rows() const { return (double)(mine.end - mine.begin); }
 
-    // Value i of a pack, times 2^-exponent of its column if SCALED.
-    template <bool SCALED>
-    __device__ real value(const pack<S>& a, int i, const power& scale) const {
-        return SCALED ? (real)scale.times(a.get(i)) : a.get(i);
-    }
-
     // hi of each column: the mean of the first rows of the block.
-    template <bool SCALED>
     __device__ void find_hi(const pack<S> (&group)[GROUP]) const {
 #pragma unroll
         for (int i = 0; i < VALUES; i++) {
-            power scale(SCALED ? exponents[own(i)] : 0);
             real v[GROUP];
 #pragma unroll
-            for (int j = 0; j < GROUP; j++) v[j] = value<SCALED>(group[j], i, scale);
+            for (int j = 0; j < GROUP; j++) v[j] = group[j].get(i);
             sum(0, mine.level, own(i)) = total_of(pairwise(v));
         }
         __syncthreads();
@@ -89,28 +88,29 @@ struct column_block {
         __syncthreads();
     }
 
-    // The sums of d = x - hi and its squares over the rows of each thread.
-    template <bool SCALED>
-    __device__ void sweep(bool find) const {
-        pack<S> group[GROUP];
-        read_group(group, mine, x, stride, mine.begin, width);
-        if (find) find_hi<SCALED>(group);
+    // The sums of d = x - hi and its squares over the rows of each thread. find: hi, too. scaled: of x * 2^-exponents.
+    __device__ void sweep(bool find, bool scaled) const {
         real own_hi[VALUES];
         total<real> d_sum[VALUES], dd_sum[VALUES];
 #pragma unroll
-        for (int i = 0; i < VALUES; i++) {
-            own_hi[i] = hi[own(i)];
-            d_sum[i] = dd_sum[i] = total_of((real)0);
-        }
+        for (int i = 0; i < VALUES; i++) d_sum[i] = dd_sum[i] = total_of((real)0);
         for (index_t row = mine.begin; row < mine.end; row += GROUP * mine.down) {
-            if (row > mine.begin) read_group(group, mine, x, stride, row, width);
+            pack<S> group[GROUP];
+            read_group(group, mine, x, stride, row, width);
+            if (scaled)
+#pragma unroll
+                for (int i = 0; i < VALUES; i++) scale_group(group, i, exponents[own(i)]);
+            if (row == mine.begin) {
+                if (find) find_hi(group);
+#pragma unroll
+                for (int i = 0; i < VALUES; i++) own_hi[i] = hi[own(i)];
+            }
             int left = mine.left<GROUP>(row);
 #pragma unroll
             for (int i = 0; i < VALUES; i++) {
-                power scale(SCALED ? exponents[own(i)] : 0);
                 real d[GROUP];
 #pragma unroll
-                for (int j = 0; j < GROUP; j++) d[j] = j < left ? value<SCALED>(group[j], i, scale) - own_hi[i] : (real)0;
+                for (int j = 0; j < GROUP; j++) d[j] = group[j].get(i) - (j < left ? own_hi[i] : (real)0);
                 d_sum[i] = added(d_sum[i], total_of(pairwise(d)));
                 dd_sum[i] = added(dd_sum[i], total_of(pairwise_products(d, d)));
             }
@@ -131,10 +131,7 @@ struct column_block {
     // As measure() does it: where hi lies far from the mean, once more about a better one.
     __device__ void measure_columns(team& t, bool scaled) const {
         for (bool first = true;; first = false) {
-            if (scaled)
-                sweep<true>(first);
-            else
-                sweep<false>(first);
+            sweep(first, scaled);
             real again[1] = {0};
             for (int c = threadIdx.x; first && c < count; c += THREADS) {
                 moments<real> m = moments_of(c);
@@ -185,9 +182,13 @@ channel_columns_sums(const char* x, index_t stride, double eps, char* parts, ind
     team t = open_team(THREADS, shared_memory());
     share_of_columns<S> mine(outer, n_columns, inner, rows_of_chunk, (int)across);
     column_block block(mine, x, stride, (int)width, shared_memory() + SLOTS_BYTES);
-    block.measure_columns(t, false);
-    bool scaled = block.find_exponents(t, eps);
-    if (scaled) block.measure_columns(t, true);
+    // Once more if squares left the range.
+    bool scaled = false;
+    while (true) {
+        block.measure_columns(t, scaled);
+        if (scaled || !block.find_exponents(t, eps)) break;
+        scaled = true;
+    }
     for (int c = threadIdx.x; c < block.count; c += THREADS) {
         if (mine.column(c) >= n_columns) continue;
         channel_part part = {slice_of(block.moments_of(c), scaled ? block.exponents[c] : 0), block.rows()};
@@ -296,11 +297,7 @@ channel_columns_apply(const char* x, index_t x_stride, const char* scales, char*
         read_group(group, mine, x, x_stride, row, (int)width);
         if (scaled)
 #pragma unroll
-            for (int i = 0; i < VALUES; i++) {
-                power scale((int)s[i].exponent);
-#pragma unroll
-                for (int j = 0; j < GROUP; j++) group[j].set(i, (real)scale.times(group[j].get(i)));
-            }
+            for (int i = 0; i < VALUES; i++) scale_group(group, i, (int)s[i].exponent);
 #pragma unroll
         for (int j = 0; j < GROUP; j++)
 #pragma unroll
