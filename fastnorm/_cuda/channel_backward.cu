@@ -4,8 +4,8 @@
 //     dweight = sum of dy * x_hat, dbias = sum of dy
 //
 // The saved mean is rounded; lo, the mean of x - mean, makes up for that. In evaluation the statistics are constants:
-// lo = c1 = c2 = 0. Three kernels: the sums of slices of the channels (or of chunks of columns, see channels.cuh), those
-// of each channel, dx. In training x and dy are read twice; in evaluation dx needs no x.
+// lo = c1 = c2 = 0. Three kernels: the sums of slices of the channels (or of chunks of columns, see channels.cuh),
+// those of each channel, dx. In training x and dy are read twice; in evaluation dx needs no x.
 //
 // KERNEL_STORAGE      float16, bfloat16, float32, float64
 #include "channels.cuh"
@@ -28,8 +28,8 @@ struct channel_gradient {
 // IN dy, x, mean[n_channels]; OUT parts[n_channels, n_slices]. A block a slice. Strides in bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 channel_runs_gradient_sums(const char* dy, index_t dy_outer_stride, index_t dy_channel_stride, const char* x,
-                           index_t x_outer_stride, index_t x_channel_stride, const char* mean, char* parts, index_t outer,
-                           index_t inner, index_t width) {
+                           index_t x_outer_stride, index_t x_channel_stride, const char* mean, char* parts,
+                           index_t outer, index_t inner, index_t width) {
     team t = open_team(THREADS, shared_memory());
     slice_place place(outer, inner, VALUES);
     share_of_runs<S> mine(place, t);
@@ -147,24 +147,25 @@ channel_runs_gradient_apply(const char* dy, index_t dy_outer_stride, index_t dy_
             real g = dy_packs[k].get(i);
             dy_packs[k].set(i, x ? r.dx(g, x_packs[k].get(i)) : r.dx(g));
         }
-        write_pack<S>(dx + place.channel * dx_channel_stride + mine.offset(k, dx_outer_stride), dy_packs[k], mine.valid(k),
-                      (int)width);
+        write_pack<S>(dx + place.channel * dx_channel_stride + mine.offset(k, dx_outer_stride), dy_packs[k],
+                      mine.valid(k), (int)width);
     }
 }
 
 // IN dy, x[outer, n_columns], gradients[n_channels]; OUT dx[outer, n_columns], which may be dy or x. Blocks as in
 // channel_columns_gradient_sums. In evaluation x is null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-channel_columns_gradient_apply(const char* dy, index_t dy_stride, const char* x, index_t x_stride, const char* gradients,
-                               char* dx, index_t dx_stride, index_t outer, index_t n_columns, index_t inner,
-                               index_t rows_of_chunk, index_t across, index_t width) {
+channel_columns_gradient_apply(const char* dy, index_t dy_stride, const char* x, index_t x_stride,
+                               const char* gradients, char* dx, index_t dx_stride, index_t outer, index_t n_columns,
+                               index_t inner, index_t rows_of_chunk, index_t across, index_t width) {
     share_of_columns<S> mine(outer, n_columns, inner, rows_of_chunk, (int)across);
     channel_gradient r[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; i++) {
         r[i] = channel_gradient();
         if (i < mine.n)
-            r[i] = read_by_all<channel_gradient>(gradients + mine.channel(mine.first + i) * sizeof(r[i]), mine.level == 0);
+            r[i] = read_by_all<channel_gradient>(gradients + mine.channel(mine.first + i) * sizeof(r[i]),
+                                                 mine.level == 0);
     }
     for (index_t row = mine.begin; row < mine.end; row += GROUP * mine.down) {
         pack<S> x_group[GROUP], dy_group[GROUP];

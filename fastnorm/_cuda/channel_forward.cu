@@ -64,7 +64,9 @@ struct column_block {
         exponents = reinterpret_cast<int*>(hi + count);
         sums = reinterpret_cast<total<real>*>(exponents + count);
     }
-    __device__ total<real>& sum(int which, int level, int c) const { return sums[(which * mine.down + level) * count + c]; }
+    __device__ total<real>& sum(int which, int level, int c) const {
+        return sums[(which * mine.down + level) * count + c];
+    }
     __device__ int own(int i) const { return mine.at * VALUES + i; }
     __device__ total<real> over_levels(int which, int c) const {
         total<real> s = sum(which, 0, c);
@@ -156,7 +158,8 @@ struct column_block {
         if (lost[0] == 0) return false;
         real largest[VALUES] = {};
         for (index_t row = mine.begin + mine.level; row < mine.end; row += mine.down) {
-            pack<S> a = mine.n > 0 ? read_pack<S>(x + row * stride + mine.first * sizeof(S::bits), mine.n, width) : pack<S>();
+            const char* p = x + row * stride + mine.first * sizeof(S::bits);
+            pack<S> a = mine.n > 0 ? read_pack<S>(p, mine.n, width) : pack<S>();
 #pragma unroll
             for (int i = 0; i < VALUES; i++) largest[i] = larger()(largest[i], a.get(i) < 0 ? -a.get(i) : a.get(i));
         }
@@ -177,8 +180,8 @@ struct column_block {
 
 // IN x[outer, n_columns]; OUT parts[n_columns, n_chunks]. A block has some columns and a chunk of rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-channel_columns_sums(const char* x, index_t stride, double eps, char* parts, index_t outer, index_t n_columns, index_t inner,
-                     index_t rows_of_chunk, index_t n_chunks, index_t across, index_t width) {
+channel_columns_sums(const char* x, index_t stride, double eps, char* parts, index_t outer, index_t n_columns,
+                     index_t inner, index_t rows_of_chunk, index_t n_chunks, index_t across, index_t width) {
     team t = open_team(THREADS, shared_memory());
     share_of_columns<S> mine(outer, n_columns, inner, rows_of_chunk, (int)across);
     column_block block(mine, x, stride, (int)width, shared_memory() + SLOTS_BYTES);
@@ -219,8 +222,8 @@ __device__ inline void update(const numbers& running, index_t c, double momentum
     running.set(c, momentum == 1 ? value : (1 - momentum) * running.get(c) + momentum * value);
 }
 
-// IN parts[n_channels, n_parts], weight, bias; OUT scales[n_channels], mean, rstd; running_mean, running_var are updated.
-// All but parts and scales may be null. n_values: of a channel. A team of threads a channel.
+// IN parts[n_channels, n_parts], weight, bias; OUT scales[n_channels], mean, rstd; running_mean and running_var are
+// updated. All but parts and scales may be null. n_values: of a channel. A team of threads a channel.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 channel_settle(const char* parts, index_t n_parts, index_t n_values, double eps, NUMBERS(weight), NUMBERS(bias),
                NUMBERS(running_mean), NUMBERS(running_var), double momentum, char* scales, char* mean, char* rstd,
@@ -242,8 +245,8 @@ channel_settle(const char* parts, index_t n_parts, index_t n_values, double eps,
     update(variances, c, momentum, variance);
 }
 
-// IN running_mean, running_var, weight, bias; OUT scales[n_channels], mean, rstd. A thread a channel. weight, bias and all
-// outputs may be null.
+// IN running_mean, running_var, weight, bias; OUT scales[n_channels], mean, rstd. A thread a channel. weight, bias and
+// all outputs may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 channel_evaluate(double eps, NUMBERS(weight), NUMBERS(bias), NUMBERS(running_mean), NUMBERS(running_var), char* scales,
                  char* mean, char* rstd, index_t n_channels) {
@@ -278,7 +281,8 @@ channel_runs_apply(const char* x, index_t x_outer_stride, index_t x_channel_stri
     }
 }
 
-// IN x[outer, n_columns], scales[n_channels]; OUT y[outer, n_columns], which may be x. Blocks as in channel_columns_sums.
+// IN x[outer, n_columns], scales[n_channels]; OUT y[outer, n_columns], which may be x. Blocks as in
+// channel_columns_sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 channel_columns_apply(const char* x, index_t x_stride, const char* scales, char* y, index_t y_stride, index_t outer,
                       index_t n_columns, index_t inner, index_t rows_of_chunk, index_t across, index_t width) {

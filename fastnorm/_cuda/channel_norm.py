@@ -40,8 +40,8 @@ def channel_norm_forward(x, axis, weight, bias, eps, running_mean, running_var, 
              shared_mem=plan.forward_memory)
         team = geometry.settling_team(plan.parts)
         settle((-(-n_channels * team // SLICE_THREADS),), (SLICE_THREADS,),
-               (parts.data.ptr, plan.parts, outer * inner, eps, *affine, *running, momentum, scales.data.ptr, *statistics,
-                team), shared_mem=SLOTS_BYTES)
+               (parts.data.ptr, plan.parts, outer * inner, eps, *affine, *running, momentum, scales.data.ptr,
+                *statistics, team), shared_mem=SLOTS_BYTES)
     else:
         evaluate((-(-n_channels // SLICE_THREADS),), (SLICE_THREADS,),
                  (eps, *affine, *running, scales.data.ptr, *statistics))

@@ -1,8 +1,8 @@
 // How threads share the values of a channel, x seen as (outer, n_channels, inner). Two ways:
 //
 //     runs      inner values lie next to each other: slices of a channel, a block each
-//     columns   runs are shorter than is good for that (one value in channels-last arrays): the matrix of outer rows and
-//               n_channels * inner columns, a thread a pack of columns; a channel has inner columns
+//     columns   runs are shorter than is good for that (one value in channels-last arrays): the matrix of outer rows
+//               and n_channels * inner columns, a thread a pack of columns; a channel has inner columns
 //
 // Which one, and the lengths of slices and chunks, follow from the shape alone.
 #pragma once
@@ -11,8 +11,8 @@
 // Threads of a block in both; packs of a slice.
 const int THREADS = 256, PACKS = 4, SLICE = THREADS * PACKS;
 
-// Where a slice of a channel is: packs from number `first` on of those that its runs are cut into, the last pack of each
-// run as long as what is left of it.
+// Where a slice of a channel is: packs from number `first` on of those that its runs are cut into, the last pack of
+// each run as long as what is left of it.
 struct slice_place {
     index_t channel, first, packs_of_run, inner, outer;
 
@@ -63,7 +63,8 @@ struct share_of_runs {
 };
 
 template <class S>
-__device__ inline void read_runs(row_packs<S, PACKS, share_of_runs<S>>& x, const char* channel, index_t outer_stride, int width) {
+__device__ inline void read_runs(row_packs<S, PACKS, share_of_runs<S>>& x, const char* channel, index_t outer_stride,
+                                 int width) {
 #pragma unroll
     for (int k = 0; k < PACKS; k++)
         x[k] = x.valid(k) > 0 ? read_pack<S>(channel + x.offset(k, outer_stride), x.valid(k), width) : pack<S>();
@@ -77,7 +78,8 @@ struct share_of_columns {
     index_t chunk, first, begin, end, inner;
 
     __device__ share_of_columns(index_t outer, index_t n_columns, index_t inner_, index_t rows_of_chunk, int across_)
-        : across(across_), down(THREADS / across_), at(threadIdx.x % across_), level(threadIdx.x / across_), inner(inner_) {
+        : across(across_), down(THREADS / across_), at(threadIdx.x % across_), level(threadIdx.x / across_),
+          inner(inner_) {
         index_t n_blocks = (n_columns + across * VALUES - 1) / (across * VALUES);
         chunk = blockIdx.x / n_blocks;
         first = (blockIdx.x % n_blocks * across + at) * VALUES;
@@ -98,8 +100,8 @@ struct share_of_columns {
 
 // GROUP rows from one on, all on their way at the same time; what is not there is zero.
 template <class S, int GROUP>
-__device__ inline void read_group(pack<S> (&group)[GROUP], const share_of_columns<S>& mine, const char* x, index_t stride,
-                                  index_t row, int width) {
+__device__ inline void read_group(pack<S> (&group)[GROUP], const share_of_columns<S>& mine, const char* x,
+                                  index_t stride, index_t row, int width) {
     int left = mine.template left<GROUP>(row);
     const char* p = x + (row + mine.level) * stride + mine.first * (index_t)sizeof(typename S::bits);
 #pragma unroll
@@ -108,8 +110,8 @@ __device__ inline void read_group(pack<S> (&group)[GROUP], const share_of_column
 }
 
 template <class S, int GROUP>
-__device__ inline void write_group(char* y, const pack<S> (&group)[GROUP], const share_of_columns<S>& mine, index_t stride,
-                                   index_t row, int width) {
+__device__ inline void write_group(char* y, const pack<S> (&group)[GROUP], const share_of_columns<S>& mine,
+                                   index_t stride, index_t row, int width) {
     int left = mine.template left<GROUP>(row);
     char* p = y + (row + mine.level) * stride + mine.first * (index_t)sizeof(typename S::bits);
 #pragma unroll

@@ -12,7 +12,7 @@ PACK_BYTES = 16
 SLOTS_BYTES = 2 * 32 * 48
 # Threads of a block, and packs of a thread, where rows come in slices.
 SLICE_THREADS, SLICE_PACKS = 256, 4
-# Bytes of a channel next to each other from which on it comes in slices; the rows that a thread has of columns at a time.
+# Bytes of a channel next to each other from which on it comes in slices; rows of columns that a thread has at a time.
 SHORTEST_RUN, COLUMN_ROWS = 32, 8
 
 
@@ -136,7 +136,7 @@ def channel_plan(outer, n_channels, inner, item_size):
     beside = -(-packs // across)
     chunks = max(1, min(-(-1024 // beside), outer // 1024))
     step = COLUMN_ROWS * (SLICE_THREADS // across)
-    rows = -(--(-outer // chunks) // step) * step
+    rows = -(-outer // (chunks * step)) * step
     chunks = -(-outer // rows)
     columns, real_size, total_size = across * values, max(4, item_size), 8 if item_size < 8 else 16
     sums = SLICE_THREADS * values * total_size

@@ -85,8 +85,8 @@ def row_norm_backward(dy, dh, x, n_axes, weight, weight_offset, mean, rstd, alph
         n_partials = geometry.backward_blocks(plan, n_rows, multiprocessors, dweight is not None)
         partials = _partials(dweight, n_partials, n_sums, n_cols, arithmetic)
         launch("row_backward", n_partials,
-               (*inputs, *weight_arguments, weight_offset, mean_pointer, rstd_pointer, *outputs, views.pointer(partials),
-                n_rows, n_cols, width, plan.team))
+               (*inputs, *weight_arguments, weight_offset, mean_pointer, rstd_pointer, *outputs,
+                views.pointer(partials), n_rows, n_cols, width, plan.team))
     else:
         n_slices = geometry.slices_of(n_cols, dtype.itemsize)
         runs, rows_per_chunk, n_partials = geometry.backward_chunks(n_rows, n_cols, dtype.itemsize, multiprocessors)
@@ -104,8 +104,8 @@ def row_norm_backward(dy, dh, x, n_axes, weight, weight_offset, mean, rstd, alph
     if dweight is not None:
         finish = sources.kernel(number, "finish_sums.cu", "finish_sums", storage=arithmetic.name)
         finish((-(-n_cols // 32), n_sums), (256,),
-               (partials.data.ptr, dweight.data.ptr, views.pointer(dbias), storage_number(dweight.dtype), dweight.itemsize,
-                n_partials, n_sums, n_cols), shared_mem=256 * 2 * arithmetic.itemsize)
+               (partials.data.ptr, dweight.data.ptr, views.pointer(dbias), storage_number(dweight.dtype),
+                dweight.itemsize, n_partials, n_sums, n_cols), shared_mem=256 * 2 * arithmetic.itemsize)
     views.deliver(dx_rows, dx)
     if dresidual is not None:
         views.deliver(dresidual_rows, dresidual)

@@ -69,7 +69,8 @@ def channels(a, axis, inner, dtype, columns, fresh=False):
         channel_stride = a.strides[axis] if n_channels > 1 else inner * size
         if (len(outer_shape) <= 1 and inner_strides in ((), (size,)) and is_aligned(a)
                 and (not columns or channel_stride == inner * size)):
-            return Channels(a, a.data.ptr, outer_strides[0] if outer_strides else n_channels * inner * size, channel_stride)
+            outer_stride = outer_strides[0] if outer_strides else n_channels * inner * size
+            return Channels(a, a.data.ptr, outer_stride, channel_stride)
     plain = cupy.empty(a.shape, dtype)
     if not fresh:
         copy(a, plain)

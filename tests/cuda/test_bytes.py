@@ -150,7 +150,9 @@ def test_channels_move_no_more_than_they_must(dtype, shape, emulated, rng):
     running = cupy.empty((channels,)), put(np.ones(channels))
     # Parts of channels, written once and read three times; what the blocks read of each channel.
     parts = channels * plan.parts
-    scales = plan.blocks * 6 * real if plan.way == "runs" else plan.blocks * plan.across * 16 // dtype.itemsize * 6 * real
+    scales = (
+        plan.blocks * 6 * real if plan.way == "runs" else plan.blocks * plan.across * 16 // dtype.itemsize * 6 * real
+    )
     small = parts * 40 * 4 + 2 * scales + channels * 200
 
     def costs(times, call, *arguments):

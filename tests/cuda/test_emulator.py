@@ -62,9 +62,7 @@ def run_fused(emulator, what, rng):
             y, h, dx, dresidual = (cupy.empty(shape, np.float32) for _ in range(4))
             _cuda.row_norm_forward(put(x), put(residual), 2.0, 1, None, 0.0, None, 1e-5, y, h, *statistics, True)
             assert_results((y, h), reference.add_layer_norm(x, residual, alpha=2.0))
-            _cuda.row_norm_backward(
-                put(dy), put(x), h, 1, None, 0.0, *statistics, 2.0, dx, dresidual, None, None, True
-            )
+            _cuda.row_norm_backward(put(dy), put(x), h, 1, None, 0.0, *statistics, 2.0, dx, dresidual, None, None, True)
             assert_results((dx, dresidual), reference.add_layer_norm_backward(dy, x, get(h), alpha=2.0)[:2])
 
 
@@ -229,8 +227,18 @@ FAULTS = {
         "hi[c] = (real)(over_levels(0, c).value() / n);\n        __syncthreads();\n",
         "hi[c] = (real)(over_levels(0, c).value() / n);\n",
     ),
-    "a level too few": (CHANNELS, "channel_forward.cu", "level < mine.down; level++) s = added", "level < mine.down - 1; level++) s = added"),
-    "rows of the next chunk": (CHANNELS, "channels.cuh", "end = smaller(begin + rows_of_chunk, outer)", "end = smaller(begin + rows_of_chunk + 1, outer)"),
+    "a level too few": (
+        CHANNELS,
+        "channel_forward.cu",
+        "level < mine.down; level++) s = added",
+        "level < mine.down - 1; level++) s = added",
+    ),
+    "rows of the next chunk": (
+        CHANNELS,
+        "channels.cuh",
+        "end = smaller(begin + rows_of_chunk, outer)",
+        "end = smaller(begin + rows_of_chunk + 1, outer)",
+    ),
     "the last run goes on": (
         CHANNELS,
         "channels.cuh",
@@ -250,7 +258,12 @@ FAULTS = {
         "number / packs_of_run * inner + number % packs_of_run * values_of_pack",
         "number * values_of_pack",
     ),
-    "channels of the neighbour": (CHANNELS, "channels.cuh", "return inner == 1 ? column : column / inner;", "return column;"),
+    "channels of the neighbour": (
+        CHANNELS,
+        "channels.cuh",
+        "return inner == 1 ? column : column / inner;",
+        "return column;",
+    ),
     "channels that are not there are updated": (
         CHANNELS,
         "channel_forward.cu",

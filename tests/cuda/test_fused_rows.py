@@ -145,7 +145,9 @@ def test_backward_adds_dh_before_it_rounds(centered, dtype):
             assert same_bits(added[1], real.type(alpha) * (get(plain[0]) + dh))
             continue
         # In float32 the same values take other lengths in packs, so that last bits differ before they are rounded.
-        wide = backward(put(dy.astype(real)), put(dh.astype(real)), put(h.astype(real)), *given, alpha, real, real, centered)
+        wide = backward(
+            put(dy.astype(real)), put(dh.astype(real)), put(h.astype(real)), *given, alpha, real, real, centered
+        )
         for k in (0, 1):
             exact = get(wide[k]).astype(float)
             error = np.abs(get(added[k]).astype(float) - exact)
@@ -219,7 +221,5 @@ def test_views_count_by_their_values(dtype):
         _cuda.row_norm_forward(one(x), two(residual), 2.0, 1, w, 0.0, None, 1e-5, *there, None, None, True)
         assert [values(a) for a in there] == [get(a).tobytes() for a in (y, h)]
         there = two(zeros), one(zeros)
-        _cuda.row_norm_backward(
-            one(dy), two(dh), three(get(h)), 1, w, 0.0, mean, rstd, 2.0, *there, None, None, True
-        )
+        _cuda.row_norm_backward(one(dy), two(dh), three(get(h)), 1, w, 0.0, mean, rstd, 2.0, *there, None, None, True)
         assert [values(a) for a in there] == [get(a).tobytes() for a in expected[:2]]

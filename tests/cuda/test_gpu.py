@@ -62,36 +62,36 @@ def test_a_call_can_be_captured_once_its_kernels_are_there(columns):
     assert results[2] is dx
 
 
-def test_a_captured_training_step_updates_the_running_arrays():
+@pytest.mark.parametrize("shape", [(512, 64), (8, 16, 30, 30)], ids=str)
+def test_a_captured_training_step_updates_the_running_arrays(shape):
     """Time after time: with each replay once more."""
-    for shape in ((512, 64), (8, 16, 30, 30)):
-        x, residual = cupy.random.standard_normal((2, *shape)).astype(cupy.float32)
-        y, h = cupy.empty_like(x), cupy.empty_like(x)
-        running = cupy.zeros(shape[1], cupy.float32), cupy.ones(shape[1], cupy.float32)
+    x, residual = cupy.random.standard_normal((2, *shape)).astype(cupy.float32)
+    y, h = cupy.empty_like(x), cupy.empty_like(x)
+    running = cupy.zeros(shape[1], cupy.float32), cupy.ones(shape[1], cupy.float32)
 
-        def step():
-            fastnorm.add_rms_norm(x, residual, out=y, residual_out=h)
-            return fastnorm.batch_norm(h, None, None, *running, training=True, out=y)
+    def step():
+        fastnorm.add_rms_norm(x, residual, out=y, residual_out=h)
+        return fastnorm.batch_norm(h, None, None, *running, training=True, out=y)
 
+    step()
+    pool = cupy.cuda.MemoryPool()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, cupy.cuda.using_allocator(pool.malloc):
         step()
-        pool = cupy.cuda.MemoryPool()
-        stream = cupy.cuda.Stream(non_blocking=True)
-        with stream, cupy.cuda.using_allocator(pool.malloc):
-            step()
-            stream.synchronize()
-            stream.begin_capture()
-            step()
-            graph = stream.end_capture()
-        axes = (0, *range(2, len(shape)))
-        for _ in range(3):
-            before = running[0].copy()
-            x[...] = cupy.random.standard_normal(shape)
-            cupy.cuda.Device().synchronize()
-            graph.launch(stream)
-            stream.synchronize()
-            new = (x + residual).mean(axis=axes, dtype=cupy.float64)
-            np.testing.assert_allclose(running[0].get(), (0.9 * before + 0.1 * new).get(), rtol=1e-5, atol=1e-6)
-            assert (y == fastnorm.batch_norm(x + residual, training=True)).all()
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+    axes = (0, *range(2, len(shape)))
+    for _ in range(3):
+        before = running[0].copy()
+        x[...] = cupy.random.standard_normal(shape)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        new = (x + residual).mean(axis=axes, dtype=cupy.float64)
+        np.testing.assert_allclose(running[0].get(), (0.9 * before + 0.1 * new).get(), rtol=1e-5, atol=1e-6)
+        assert (y == fastnorm.batch_norm(x + residual, training=True)).all()
 
 
 def test_large_channels_are_right_and_the_same_each_time():
