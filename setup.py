@@ -50,11 +50,13 @@ def kernel_module(real, level):
 
 
 def module(path):
-    """The wing's modules, and the doors and the hall that are compiled as they stand."""
+    """The wing's modules, and the doors and the halls that are compiled as they stand."""
+    # Running statistics are updated in double: there real is double.
+    real = [("REAL", "double"), ("REAL_BYTES", "8")] if path.endswith("channel_norm.pyx") else []
     return Extension("fastnorm." + path.rsplit(".", 1)[0].replace("/", "."), ["fastnorm/" + path], depends=DEPENDS,
                      include_dirs=[str(CPU), numpy.get_include()], extra_compile_args=["-O3", "-ffp-contract=off"],
                      define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
-                                    ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION")])
+                                    ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"), *real])
 
 
 class BuildExt(build_ext):

@@ -1,8 +1,11 @@
 """What the halls need to know of NumPy arrays, or do with them, besides computing."""
+import numpy as np
 
 
 def copy(source, target):
-    target[...] = source
+    # What is too large for a narrower type becomes infinity, as in the kernels, without a warning.
+    with np.errstate(all="ignore"):
+        target[...] = source
 
 
 def fill(target, value):
