@@ -12,7 +12,8 @@ def forward(x, weight, bias, running_mean, running_var, training, momentum, eps,
     device = wing.away(x)
     if device is not None:
         with device:
-            return forward(x, weight, bias, running_mean, running_var, training, momentum, eps, axis, out, with_statistics)
+            return forward(x, weight, bias, running_mean, running_var, training, momentum, eps, axis, out,
+                           with_statistics)
     xp = wing.xp
     x = _arrays.array("x", x, wing)
     axis = _arrays.single_axis(x, axis)
@@ -23,8 +24,8 @@ def forward(x, weight, bias, running_mean, running_var, training, momentum, eps,
     bias = _arrays.channel_parameter("bias", bias, n_channels, wing)
     running_mean, running_var = _running(running_mean, running_var, n_channels, training, wing)
     if training and n_channels and x.size // n_channels < 2:
-        raise ValueError(f"x: shape {x.shape} has {x.size // n_channels} values per channel; training needs at least 2, "
-                         f"since the variance of one is not known")
+        raise ValueError(f"x: shape {x.shape} has {x.size // n_channels} values per channel; training needs at least "
+                         f"2, since the variance of one is not known")
     y = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
     if out is not None:
         for name, running in (("running_mean", running_mean), ("running_var", running_var)):
@@ -40,9 +41,9 @@ def forward(x, weight, bias, running_mean, running_var, training, momentum, eps,
         target = y
         if out is not None and _arrays.needs_copy(y, (x,), (weight, bias), wing):
             target = xp.empty(y.shape, y.dtype)
-        wing.channel_norm_forward(x, axis, weight, bias, eps, running_mean, running_var, momentum, target,
-                                  None if mean is None else mean.reshape(-1), None if rstd is None else rstd.reshape(-1),
-                                  training)
+        mean_row, rstd_row = (mean.reshape(-1), rstd.reshape(-1)) if with_statistics else (None, None)
+        wing.channel_norm_forward(x, axis, weight, bias, eps, running_mean, running_var, momentum, target, mean_row,
+                                  rstd_row, training)
         if target is not y:
             wing.copy(target, y)
     return (y, mean, rstd) if with_statistics else y

@@ -1,4 +1,4 @@
-"""layer_norm and add_layer_norm: normalize to mean 0 and variance 1 along axes. Doors: signatures, defaults, docstrings.
+"""layer_norm, add_layer_norm: normalize to mean 0 and variance 1 along axes. Doors: signatures, defaults, docstrings.
 
 Compiled by Cython as it stands, like the hall behind it (fastnorm._row_norm).
 """
@@ -222,7 +222,7 @@ def add_layer_norm(x: ArrayLike, residual: ArrayLike, weight: ArrayLike | None =
         `out` if it was given.
     h : ndarray
         ``x + alpha * residual``, the product and the sum rounded each in the arithmetic type (float32;
-        float64 if x or residual is), stored in the dtype of residual; `residual_out` if it was given.
+        float64 if one of the three is), stored in the dtype of residual; `residual_out` if it was given.
 
     Raises
     ------

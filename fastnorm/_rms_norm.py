@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm: divide by the root mean square along axes. Doors: signatures, defaults, docstrings.
+"""rms_norm, add_rms_norm: divide by the root mean square along axes. Doors: signatures, defaults, docstrings.
 
 Compiled by Cython as it stands, like the hall behind it (fastnorm._row_norm).
 """
@@ -206,7 +206,7 @@ def add_rms_norm(x: ArrayLike, residual: ArrayLike, weight: ArrayLike | None = N
         if it was given.
     h : ndarray
         ``x + alpha * residual``, the product and the sum rounded each in the arithmetic type (float32;
-        float64 if x or residual is), stored in the dtype of residual; `residual_out` if it was given.
+        float64 if one of the three is), stored in the dtype of residual; `residual_out` if it was given.
 
     Raises
     ------
@@ -325,6 +325,6 @@ def add_rms_norm_backward(dy: ArrayLike, dh: ArrayLike | None, h: ArrayLike, rst
     >>> dresidual
     array([[1., 1.]])
     """
-    dx, dresidual, dweight, _ = backward(dy, dh, h, None, rstd, weight, alpha, axis, weight_offset, param_grads, out, False,
-                                         True)
+    dx, dresidual, dweight, _ = backward(dy, dh, h, None, rstd, weight, alpha, axis, weight_offset, param_grads, out,
+                                         False, True)
     return dx, dresidual, dweight

@@ -12,12 +12,14 @@ from fastnorm import _arrays
 from fastnorm._backend import backend_of
 
 
-def forward(x, residual, alpha, weight, bias, axis, eps, weight_offset, out, residual_out, centered, with_statistics, fused):
-    """y or (y, mean, rstd) with_statistics; (y, h) or (y, h, mean, rstd) if fused, which normalizes h = x + alpha * residual.
-    mean is None if not centered."""
+def forward(x, residual, alpha, weight, bias, axis, eps, weight_offset, out, residual_out, centered, with_statistics,
+            fused):
+    """y or (y, mean, rstd) with_statistics; (y, h) or (y, h, mean, rstd) if fused, which normalizes
+    h = x + alpha * residual. mean is None if not centered."""
     # Exact ndarrays, native, contiguous, trailing axis: what does not hold needs no message here.
     if type(axis) is int and axis == -1 and type(weight_offset) is float and weight_offset == 0.0:
-        result = common_forward(x, residual, alpha, weight, bias, eps, out, residual_out, centered, with_statistics, fused)
+        result = common_forward(x, residual, alpha, weight, bias, eps, out, residual_out, centered, with_statistics,
+                                fused)
         if result is not None:
             return result
 
@@ -90,7 +92,8 @@ def backward(dy, dh, x, mean, rstd, weight, alpha, axis, weight_offset, param_gr
     device = wing.away(x)
     if device is not None:
         with device:
-            return backward(dy, dh, x, mean, rstd, weight, alpha, axis, weight_offset, param_grads, out, centered, fused)
+            return backward(dy, dh, x, mean, rstd, weight, alpha, axis, weight_offset, param_grads, out, centered,
+                            fused)
     xp = wing.xp
     x = _arrays.array(name, x, wing)
     axes = _arrays.normalized_axes(x, axis)
@@ -143,7 +146,8 @@ def _apart(result, out, in_place, others, wing):
 
 
 def _add_wide(x, residual, alpha, h, wing):
-    """h = x + alpha * residual in float64, rounded once to the narrower type of h. Rare, so by way of a norm that nobody wants."""
+    """h = x + alpha * residual in float64, rounded once to the narrower type of h. Rare, so by way of a norm that
+    nobody wants."""
     wide, unwanted = wing.xp.empty(x.shape, float), wing.xp.empty(x.shape, float)
     wing.row_norm_forward(x, residual, alpha, 1, None, 0.0, None, 1.0, unwanted, wide, None, None, False)
     wing.copy(wide, h)

@@ -95,7 +95,8 @@ def _channels(parameter, x, axis):
     return _wide(parameter).reshape([n if a == axis % x.ndim else 1 for a, n in enumerate(x.shape)])
 
 
-def batch_norm_forward(x, weight=None, bias=None, running_mean=None, running_var=None, *, training=False, eps=1e-5, axis=1):
+def batch_norm_forward(x, weight=None, bias=None, running_mean=None, running_var=None, *, training=False, eps=1e-5,
+                       axis=1):
     """y, mean and rstd. The running arrays are not updated: `running_statistics` has their new values."""
     x = _wide(x)
     if training:
@@ -125,7 +126,8 @@ def running_statistics(x, running_mean, running_var, *, momentum=0.1, axis=1):
     d, mean = _centred(x, axes)
     n = x.size // x.shape[axis]
     new = mean.reshape(-1), (d * d).sum(axis=axes) / (n - 1)
-    return tuple((1 - momentum) * _wide(a) + momentum * b for a, b in zip((running_mean, running_var), new, strict=True))
+    old = _wide(running_mean), _wide(running_var)
+    return tuple((1 - momentum) * a + momentum * b for a, b in zip(old, new, strict=True))
 
 
 def _gradients(dy, x_hat, rstd, weight, axes, centered):

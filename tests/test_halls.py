@@ -14,8 +14,8 @@ PACKAGE = ROOT / "fastnorm"
 FLOORS = [
     {"fastnorm._cpu", "fastnorm._cuda"},
     {"fastnorm._backend", "fastnorm._arrays", "fastnorm._threads", "fastnorm._config"},
-    {"fastnorm._row_norm"},
-    {"fastnorm._layer_norm", "fastnorm._rms_norm"},
+    {"fastnorm._row_norm", "fastnorm._channel_norm"},
+    {"fastnorm._layer_norm", "fastnorm._rms_norm", "fastnorm._batch_norm"},
     {"fastnorm.layers"},
     {"fastnorm"},
 ]

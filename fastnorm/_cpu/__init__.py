@@ -13,6 +13,6 @@ from fastnorm._cpu.row_norm import (
     set_thread_policy,
 )
 
-__all__ = ["address", "away", "channel_norm_backward", "channel_norm_forward", "copy", "fill", "has_openmp", "is_read_only",
-           "level", "levels", "max_openmp_threads", "may_share_memory", "row_norm_backward", "row_norm_forward",
-           "set_thread_policy", "xp"]
+__all__ = ["address", "away", "channel_norm_backward", "channel_norm_forward", "copy", "fill", "has_openmp",
+           "is_read_only", "level", "levels", "max_openmp_threads", "may_share_memory", "row_norm_backward",
+           "row_norm_forward", "set_thread_policy", "xp"]
