@@ -240,7 +240,9 @@ channel_settle(const char* parts, index_t n_parts, index_t n_values, double eps,
     // After weight and bias were read: they may be the same arrays.
     numbers means = NUMBERS_OF(running_mean), variances = NUMBERS_OF(running_var);
     power scale(exponent);
-    double variance = scale.divide(scale.divide(m.variance())) * ((double)n_values / ((double)n_values - 1));
+    // That of n - 1, with one rounding only that counts.
+    double variance = scale.divide(scale.divide(m.variance()));
+    variance += variance / ((double)n_values - 1);
     update(means, c, momentum, s.saved_mean);
     update(variances, c, momentum, variance);
 }
