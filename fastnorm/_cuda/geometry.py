@@ -4,7 +4,7 @@ CuPy.
 
 A pack is 16 bytes of a row. docs/gpu.md has the table of paths.
 """
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 PACK_BYTES = 16
@@ -121,7 +121,7 @@ class ChannelPlan(NamedTuple):
     backward_memory: int = SLOTS_BYTES
 
 
-@cache
+@lru_cache(4096)
 def channel_plan(outer, n_channels, inner, item_size):
     """From the shape alone: neither the device nor the alignment changes the bits."""
     if inner * item_size >= SHORTEST_RUN:
