@@ -12,7 +12,8 @@
 
 typedef KERNEL_STORAGE S;
 typedef S::real real;
-const int VALUES = pack<S>::VALUES, GROUP = 8;
+// Rows of columns that a thread has at a time: for the sums, and for y, which needs more numbers of each column.
+const int VALUES = pack<S>::VALUES, GROUP = 8, APPLIED = 4;
 
 // The moments of a part of a channel, and how many values that has.
 struct channel_part { slice_moments moments; double length; };
@@ -41,11 +42,12 @@ channel_runs_sums(const char* x, index_t outer_stride, index_t channel_stride, d
     }
 }
 
-// Values i of a group times 2^-exponent, where they stand.
-__device__ inline void scale_group(pack<S> (&group)[GROUP], int i, int exponent) {
+// Value i of each pack of a group times 2^-exponent, where it stands.
+template <int N>
+__device__ inline void scale_group(pack<S> (&group)[N], int i, int exponent) {
     power scale(exponent);
 #pragma unroll
-    for (int j = 0; j < GROUP; j++) group[j].set(i, (real)scale.times(group[j].get(i)));
+    for (int j = 0; j < N; j++) group[j].set(i, (real)scale.times(group[j].get(i)));
 }
 
 // The columns of a block while it sums them up. hi, exponents and sums are in shared memory.
@@ -75,7 +77,7 @@ struct column_block {
     }
     __device__ double rows() const { return (double)(mine.end - mine.begin); }
 
-    // hi of each column: the mean of the first rows of the block.
+    // hi of each column: the mean of the first rows of the block
     __device__ void find_hi(const pack<S> (&group)[GROUP]) const {
 #pragma unroll
         for (int i = 0; i < VALUES; i++) {
@@ -283,6 +285,10 @@ channel_runs_apply(const char* x, index_t x_outer_stride, index_t x_channel_stri
     }
 }
 
+__device__ inline channel_scale scale_of(const share_of_columns<S>& mine, const char* scales, int i) {
+    return read_by_all<channel_scale>(scales + mine.channel(mine.first + i) * sizeof(channel_scale), mine.level == 0);
+}
+
 // IN x[outer, n_columns], scales[n_channels]; OUT y[outer, n_columns], which may be x. Blocks as in
 // channel_columns_sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -293,19 +299,19 @@ channel_columns_apply(const char* x, index_t x_stride, const char* scales, char*
     bool scaled = false;
 #pragma unroll
     for (int i = 0; i < VALUES; i++) {
-        s[i] = channel_scale();
-        if (i < mine.n)
-            s[i] = read_by_all<channel_scale>(scales + mine.channel(mine.first + i) * sizeof(s[i]), mine.level == 0);
+        s[i] = i < mine.n ? scale_of(mine, scales, i) : channel_scale();
         scaled |= s[i].exponent != 0;
     }
-    for (index_t row = mine.begin; row < mine.end; row += GROUP * mine.down) {
-        pack<S> group[GROUP];
+    for (index_t row = mine.begin; row < mine.end; row += APPLIED * mine.down) {
+        pack<S> group[APPLIED];
         read_group(group, mine, x, x_stride, row, (int)width);
+        // Rare enough to read the exponents again, which leaves more registers to the others.
         if (scaled)
 #pragma unroll
-            for (int i = 0; i < VALUES; i++) scale_group(group, i, (int)s[i].exponent);
+            for (int i = 0; i < VALUES; i++)
+                if (i < mine.n) scale_group(group, i, (int)scale_of(mine, scales, i).exponent);
 #pragma unroll
-        for (int j = 0; j < GROUP; j++)
+        for (int j = 0; j < APPLIED; j++)
 #pragma unroll
             for (int i = 0; i < VALUES; i++) group[j].set(i, s[i].y(group[j].get(i)));
         write_group(y, group, mine, y_stride, row, (int)width);

@@ -27,7 +27,7 @@ CHANNEL_ACCESSES = {
     "channel_runs_sums": (4, 0),
     "channel_runs_apply": (4, 4),
     "channel_columns_sums": (8, 0),
-    "channel_columns_apply": (8, 8),
+    "channel_columns_apply": (4, 4),
     "channel_runs_gradient_sums": (8, 0),
     "channel_runs_gradient_apply": (8, 4),
     "channel_columns_gradient_sums": (8, 0),
