@@ -48,7 +48,8 @@ def test_docstrings_have_their_sections(function):
 
 
 @pytest.mark.skipif(not README.exists(), reason="no README.md beside the package")
-def test_the_code_of_the_readme_runs(threads):
+def test_the_code_of_the_readme_runs(threads, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     assert blocks
     names = {}

@@ -89,9 +89,10 @@ def test_the_sources_of_all_floors_are_here():
 
 def test_the_wings_have_the_same_names_and_arguments():
     """By their sources: CuPy need not be here."""
-    python = (PACKAGE / "_cuda/row_norm.py").read_text()
-    cython = (PACKAGE / "_cpu/row_norm.pyx").read_text()
-    for name in ("row_norm_forward", "row_norm_backward"):
+    for name in ("row_norm_forward", "row_norm_backward", "channel_norm_forward", "channel_norm_backward"):
+        module = name.rsplit("_", 1)[0]
+        cython = (PACKAGE / f"_cpu/{module}.pyx").read_text()
+        python = (PACKAGE / f"_cuda/{module}.py").read_text()
         ours, theirs = (re.search(rf"^def {name}\(([^)]*)\):", text, re.M)[1] for text in (cython, python))
         assert [a.split()[-1] for a in ours.split(",")] == [a.strip() for a in theirs.split(",")]
     wings = [ast.parse((PACKAGE / w / "__init__.py").read_text()) for w in ("_cpu", "_cuda")]
