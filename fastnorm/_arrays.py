@@ -195,6 +195,31 @@ def is_same_memory(a, b, wing):
             and wing.address(a) == wing.address(b))
 
 
+class _Place:
+    """Where an array lies, as NumPy takes it. Nothing is read there: it may be on another device."""
+
+    def __init__(self, a, wing):
+        self.__array_interface__ = {"version": 3, "data": (wing.address(a), False), "typestr": f"|V{a.itemsize}",
+                                    "shape": a.shape, "strides": a.strides}
+
+
+def overlap(a, b, wing):
+    """Whether two arrays have a byte in common; not only by their bounds, as for a copy that does no harm."""
+    if not wing.may_share_memory(a, b):
+        return False
+    try:
+        return np.shares_memory(np.asarray(_Place(a, wing)), np.asarray(_Place(b, wing)), max_work=10**5)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def copied(a, wing):
+    """A copy in memory of its own."""
+    new = wing.xp.empty(a.shape, a.dtype)
+    wing.copy(a, new)
+    return new
+
+
 def needs_copy(out, in_place, others, wing):
     """Whether out must be computed elsewhere and copied: it overlaps an input other than element by element."""
     if any([b is not None and wing.may_share_memory(out, b) for b in others]):

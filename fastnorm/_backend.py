@@ -12,7 +12,8 @@ row_norm_backward(dy, dh, x, n_axes, weight, weight_offset, mean, rstd, alpha, d
 channel_norm_forward(x, axis, weight, bias, eps, running_mean, running_var, momentum, y, mean, rstd, training)
     y = (x - mean) * rstd * weight + bias for every channel of the axis. In training with the statistics of x, and
     the running arrays, if they are not None, are updated when all else is done: (1 - momentum) * old + momentum * new,
-    without the one whose factor is zero; the new variance is that of n - 1. In evaluation with the running statistics, and x may have no values.
+    without the one whose factor is zero; the new variance is that of n - 1. In evaluation with the running statistics,
+    and x may have no values.
 channel_norm_backward(dy, x, axis, weight, mean, rstd, dx, dweight, dbias, training)
     dx, and the sums over each channel for dweight and dbias; statistics are constants if not training.
 

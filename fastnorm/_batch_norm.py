@@ -175,7 +175,9 @@ def batch_norm_backward(dy: ArrayLike, x: ArrayLike, mean: NDArray[Any], rstd: N
     Notes
     -----
     The formulas are the chain rule applied to that of `batch_norm` [1]_. What the saved mean has lost to rounding
-    is made up for in training.
+    is made up for in training; in evaluation x_hat is that of the mean as it is given, rounded to the arithmetic type
+    where the running mean was wider. The sums are those of float32 (float64) in blocks of 1024 (512) values, added
+    up in float64: where they cancel over few channels, more than their last places may be lost.
 
     References
     ----------

@@ -27,9 +27,9 @@ def forward(x, weight, bias, running_mean, running_var, training, momentum, eps,
         raise ValueError(f"x: shape {x.shape} has {x.size // n_channels} values per channel; training needs at least "
                          f"2, since the variance of one is not known")
     y = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
-    if out is not None:
+    if out is not None and training:
         for name, running in (("running_mean", running_mean), ("running_var", running_var)):
-            if running is not None and wing.may_share_memory(y, running):
+            if running is not None and _arrays.overlap(y, running, wing):
                 raise ValueError(f"out, {name}: they overlap; expected two arrays")
     mean = rstd = None
     if with_statistics:
@@ -38,14 +38,14 @@ def forward(x, weight, bias, running_mean, running_var, training, momentum, eps,
 
     # Without values there are still the statistics of an evaluation.
     if n_channels and (x.size or with_statistics):
-        target = y
-        if out is not None and _arrays.needs_copy(y, (x,), (weight, bias), wing):
-            target = xp.empty(y.shape, y.dtype)
+        if out is not None and _arrays.needs_copy(y, (x,), (weight, bias, running_mean, running_var), wing):
+            # Inputs are copied rather than the result: nothing may come after the running arrays are updated.
+            x, weight, bias = [None if a is None else _arrays.copied(a, wing) for a in (x, weight, bias)]
+            if not training:
+                running_mean, running_var = _arrays.copied(running_mean, wing), _arrays.copied(running_var, wing)
         mean_row, rstd_row = (mean.reshape(-1), rstd.reshape(-1)) if with_statistics else (None, None)
-        wing.channel_norm_forward(x, axis, weight, bias, eps, running_mean, running_var, momentum, target, mean_row,
+        wing.channel_norm_forward(x, axis, weight, bias, eps, running_mean, running_var, momentum, y, mean_row,
                                   rstd_row, training)
-        if target is not y:
-            wing.copy(target, y)
     return (y, mean, rstd) if with_statistics else y
 
 
@@ -100,7 +100,7 @@ def _running(running_mean, running_var, n_channels, training, wing):
                 _arrays.channel_parameter("running_var", running_var, n_channels, wing))
     _arrays.updated("running_mean", running_mean, n_channels, wing)
     _arrays.updated("running_var", running_var, n_channels, wing)
-    if wing.may_share_memory(running_mean, running_var):
+    if _arrays.overlap(running_mean, running_var, wing):
         raise ValueError("running_mean, running_var: they overlap; expected two arrays")
     return running_mean, running_var
 

@@ -43,7 +43,7 @@ def forward(x, residual, alpha, weight, bias, axis, eps, weight_offset, out, res
         alpha = _arrays.finite("alpha", alpha)
         h = _arrays.output("residual_out", residual_out, x, _arrays.result_type(residual.dtype), wing)
     y = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
-    if fused and (out is not None or residual_out is not None) and wing.may_share_memory(y, h):
+    if fused and (out is not None or residual_out is not None) and _arrays.overlap(y, h, wing):
         raise ValueError("out, residual_out: they overlap; expected two arrays")
     mean = rstd = None
     if with_statistics:

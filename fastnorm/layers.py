@@ -104,8 +104,10 @@ class _Layer:
         for name, value in values.items():
             if value.shape != own[name].shape:
                 raise ValueError(f"{name}: shape {value.shape}, but the layer has {own[name].shape}")
-        for name, value in values.items():
-            setattr(self, name, _like(own[name], value.astype(own[name].dtype)))
+        # All conversions before the first change: one of them may fail.
+        converted = {name: _like(own[name], value.astype(own[name].dtype)) for name, value in values.items()}
+        for name, value in converted.items():
+            setattr(self, name, value)
 
     def _follow(self, x):
         """The state goes once to where x is; x comes from there ever after."""
@@ -135,6 +137,8 @@ def _like(a, value):
 
 
 def _shape(normalized_shape):
+    if isinstance(normalized_shape, bool):
+        raise ValueError(f"normalized_shape: expected a positive int or a tuple of them, got {normalized_shape!r}")
     shape = (normalized_shape,) if isinstance(normalized_shape, (int, np.integer)) else tuple(normalized_shape)
     if not shape or any(not isinstance(n, (int, np.integer)) or n < 1 for n in shape):
         raise ValueError(f"normalized_shape: expected a positive int or a tuple of them, got {normalized_shape!r}")
@@ -404,7 +408,7 @@ class _Block:
         self.norm.update(learning_rate)
 
     def state_dict(self):
-        """The states of both, for a sublayer that has one; names begin with ``sublayer.`` and ``norm.``."""
+        """The states of both, if the sublayer has a state_dict; names begin with ``sublayer.`` and ``norm.``."""
         return {f"{part}.{name}": value for part in ("sublayer", "norm")
                 for name, value in getattr(self, part).state_dict().items()}
 
@@ -418,9 +422,14 @@ class _Block:
 
         Raises
         ------
-        KeyError, ValueError
+        KeyError
+            A name that begins otherwise; or as the sublayer and the norm have it.
+        ValueError
             As the sublayer and the norm have it. The sublayer is loaded first.
         """
+        unknown = [name for name in state if not name.startswith(("sublayer.", "norm."))]
+        if unknown:
+            raise KeyError(f"state: expected names that begin with sublayer. and norm., got {unknown}")
         for part in ("sublayer", "norm"):
             begin = f"{part}."
             getattr(self, part).load_state_dict(
@@ -484,13 +493,17 @@ class PostNorm(_Block):
     def forward(self, x):
         """norm(sublayer(x) + alpha * x)."""
         y = self.sublayer.forward(x)
-        if isinstance(self.norm, _RowLayer):
+        if self._is_fused():
             return self.norm.forward_sum(y, x, self.alpha)
-        return self.norm.forward(y + self.alpha * x)
+        return self.norm.forward(y + self.alpha * (np.asarray(x) if isinstance(x, (list, tuple)) else x))
+
+    def _is_fused(self):
+        """Whether the norm of a sum is the norm's own, and not overridden."""
+        return any(type(self.norm).forward is kind.forward for kind in (LayerNorm, RMSNorm))
 
     def backward(self, dy):
         """dx, from the gradient with respect to the last y."""
-        if isinstance(self.norm, _RowLayer):
+        if self._is_fused():
             dh, dresidual = self.norm.backward_sum(dy)
         else:
             dh = self.norm.backward(dy)

@@ -167,6 +167,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(kind, rng):
         ({**before, "more": np.ones(8)}, KeyError),
         ({**before, "weight": np.ones(7)}, ValueError),
         ({**before, layer._parameters[-1]: np.ones((1, 8))}, ValueError),
+        ({**{n: a + 1 for n, a in before.items()}, layer._parameters[-1]: ["a"] * 8}, ValueError),
     ):
         with pytest.raises(error):
             layer.load_state_dict(state)
@@ -183,7 +184,7 @@ def test_backward_and_update_need_what_comes_before(kind):
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm], ids=lambda k: k.__name__)
-@pytest.mark.parametrize("shape", [0, -1, (), (3, 0), 1.5, (2.0,), None, "3"], ids=repr)
+@pytest.mark.parametrize("shape", [0, True, -1, (), (3, 0), 1.5, (2.0,), None, "3"], ids=repr)
 def test_bad_shapes_are_refused(kind, shape):
     with pytest.raises((ValueError, TypeError)):
         kind(shape)
@@ -272,8 +273,19 @@ def test_the_state_of_a_block_is_that_of_its_parts(rng, tmp_path):
     with np.load(tmp_path / "block.npz") as stored:
         other.load_state_dict(stored)
     assert_same_bits(other(x), block(x))
-    with pytest.raises(KeyError):
-        other.load_state_dict({"norm.weight": np.ones(4)})
+    for bad in ({"norm.weight": np.ones(4)}, {**block.state_dict(), "more": np.ones(4)}):
+        with pytest.raises(KeyError):
+            other.load_state_dict(bad)
+
+
+def test_a_norm_that_overrides_forward_is_called_by_it(rng):
+    class Doubled(LayerNorm):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    x = rng.standard_normal((3, 5))
+    matrix = rng.standard_normal((5, 5))
+    assert_same_bits(PostNorm(Linear(matrix), Doubled(5))(x), 2 * LayerNorm(5)(x @ matrix + 1.0 * x))
 
 
 @pytest.mark.parametrize("block", [PreNorm, PostNorm, lambda f, n: PostNorm(f, n, 1.7)], ids=["pre", "post", "deep"])

@@ -103,7 +103,8 @@ cdef inline void add_column(const job* j, Py_ssize_t r, Py_ssize_t n, Py_ssize_t
 
 
 cdef inline void tile_gradient_column(const real* x, const real* dy, const real* dh, real* dx, real* dresidual, Py_ssize_t n,
-                                      const tile_scratch* w, const real* weight, real alpha, bint centered, bint stream,
+                                      const tile_scratch* w, const real* weight, real alpha, bint by_row, bint centered,
+                                      bint stream,
                                       real* products) noexcept nogil:
     """dx, dresidual and dy * x_hat of one column of n rows."""
     cdef lanes zero = lanes_fill(0)
@@ -121,6 +122,8 @@ cdef inline void tile_gradient_column(const real* x, const real* dy, const real*
         g = lanes_load_part(dy + i, part, zero)
         lanes_store(products + i, lanes_mul(g, lanes_mul(d, lanes_load(w.rstd + i))))
         t = dx_lanes(d, g, wl, lanes_load(w.rstd + i), lanes_load(w.c1 + i), lanes_load(w.c2 + i), centered, weight != NULL)
+        if by_row:
+            t = lanes_mul(t, lanes_load(w.weight + i))
         if dh != NULL:
             t = lanes_add(t, lanes_load_part(dh + i, part, zero))
         if stream and part == LANES:
@@ -175,7 +178,7 @@ cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* 
     cdef const real* dy_column
     cdef const real* dh_column = NULL
     cdef real* dx_column
-    cdef bint stream
+    cdef bint stream, by_row = j.by_row and j.weight != NULL
     cdef Py_ssize_t c, i
     if j.dh.data != NULL:
         dh = open_tile(&j.dh, r, n, w.dy_columns)
@@ -190,9 +193,10 @@ cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* 
         tile_gradient_sums(j, &x, &dy, False, w)
     for i in range(n):
         settle_gradient(j, r + i, tile_total(&w.total_s, i), tile_total(&w.total_q, i), tile_total(&w.total_p, i),
-                        j.centered, &w.rstd[i], &w.lo[i], &w.c1[i], &w.c2[i])
+                        j.centered, w.rstd[i], &w.lo[i], &w.c1[i], &w.c2[i])
     if j.dx.data == NULL:
         return
+    tile_parameters(j, &x, w)
     # Backwards, as tile_apply().
     for c in range(j.n_cols - 1, -1, -1):
         dx_column = begin_column(&dx, c)
@@ -206,10 +210,10 @@ cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* 
             add_column(j, r, n, c, dy_column, j.dbias_partial)
         if j.centered:
             tile_gradient_column(tile_column(&x, c, 0), dy_column, dh_column, dx_column, begin_column(&dresidual, c), n, w,
-                                 at_column(weight, c), <real>j.alpha, True, stream, w.p)
+                                 at_column(weight, c), <real>j.alpha, by_row, True, stream, w.p)
         else:
             tile_gradient_column(tile_column(&x, c, 0), dy_column, dh_column, dx_column, begin_column(&dresidual, c), n, w,
-                                 at_column(weight, c), <real>j.alpha, False, stream, w.p)
+                                 at_column(weight, c), <real>j.alpha, by_row, False, stream, w.p)
         if j.dweight_partial != NULL:
             add_column(j, r, n, c, w.p, j.dweight_partial)
         end_column(&dx, c, n)

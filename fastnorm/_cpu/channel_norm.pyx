@@ -1,5 +1,6 @@
 """The CPU wing for norms over channels: each channel is a row of the row kernels, with one weight and one bias."""
-from libc.math cimport isfinite, sqrt
+from cpython.exc cimport PyErr_CheckSignals
+from libc.math cimport isfinite, isinf, sqrt
 from libc.stdlib cimport free, malloc
 cimport numpy as cnp
 
@@ -100,7 +101,8 @@ cdef int train(const kernels* k, cnp.ndarray x, int axis, weight_row, bias_row, 
         unbiased = <double>j.n_cols / (j.n_cols - 1)
         for i in range(j.n_rows):
             moments[j.n_rows + i] *= unbiased
-        # Nothing can fail from here on.
+        # The last chance of a Ctrl-C: nothing can fail from here on.
+        PyErr_CheckSignals()
         update(running_mean, momentum, moments)
         update(running_var, momentum, moments + j.n_rows)
     finally:
@@ -151,7 +153,20 @@ cdef object given_statistics(cnp.ndarray running_mean, cnp.ndarray running_var, 
     return parts[0], parts[1], parts[2]
 
 
-cdef int evaluate(const kernels* k, cnp.ndarray x, int axis, cnp.ndarray given_hi, cnp.ndarray given_lo, cnp.ndarray given_rstd,
+cdef object finite_rstd(cnp.ndarray rstd, const kernels* k):
+    """rstd, the largest number where it is infinite (no variance, no eps): a value that is the mean gives bias then, and any
+    other one something huge."""
+    cdef Py_ssize_t i
+    cdef bint finite = True
+    for i in range(rstd.shape[0]):
+        if k == float32_kernels:
+            finite = finite and not isinf((<float*>cnp.PyArray_DATA(rstd))[i])
+        else:
+            finite = finite and not isinf((<double*>cnp.PyArray_DATA(rstd))[i])
+    return rstd if finite else np.minimum(rstd, np.finfo(rstd.dtype).max)
+
+
+cdef int evaluate(const kernels* k, cnp.ndarray x, int axis, cnp.ndarray given_hi, cnp.ndarray given_lo, object given_rstd,
                   weight_row, bias_row, cnp.ndarray y) except -1:
     """y = (x - mean) * rstd * weight + bias with statistics that are given."""
     cdef job j
@@ -159,9 +174,10 @@ cdef int evaluate(const kernels* k, cnp.ndarray x, int axis, cnp.ndarray given_h
     cdef int i, after = x.ndim - 1 - axis
     open_channels(&j, x, axis, weight_row)
     j.bias = data_or_null(bias_row)
+    given_rstd = finite_rstd(given_rstd, k)
     j.given_hi = cnp.PyArray_DATA(given_hi)
     j.given_lo = cnp.PyArray_DATA(given_lo)
-    j.given_rstd = cnp.PyArray_DATA(given_rstd)
+    j.given_rstd = cnp.PyArray_DATA(<cnp.ndarray>given_rstd)
     j.stream = streams(x, y)
     open_view(&j.y, channels_first(y, axis), y.ndim - 1)
     if rows_adjacent(&j.x) and rows_adjacent(&j.y):

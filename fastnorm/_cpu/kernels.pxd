@@ -56,8 +56,8 @@ cdef struct job:
 
 # What the second sweep needs to know of a row; real values, held as double.
 cdef struct row_statistics:
-    double hi, lo, rstd    # backward: but for hi
-    double c1, c2          # backward
+    double hi, lo, rstd    # forward
+    double c1, c2          # backward, with lo
 
 # Rows in forward, chunks of rows in backward.
 ctypedef void (*parts_kernel)(const job* j, Py_ssize_t begin, Py_ssize_t end) noexcept nogil

@@ -13,7 +13,7 @@ added in order in real, the groups in order in double (compensated where real is
 over at the end of a chunk are groups of one.
 
 Channels (batch_norm) are rows of one weight each: it is taken out of the sums, which are then those
-of dweight and dbias, and multiplied into rstd for dx. Where their statistics are constants
+of dweight and dbias, and multiplied to dx last. Where their statistics are constants
 (evaluation), only the sums are taken here: dx is then what evaluate() makes of dy.
 """
 
@@ -23,6 +23,7 @@ cdef struct gradient_row:
     char* dx
     char* dresidual
     real hi, lo, rstd, c1, c2
+    real weight            # of the row, where it has one
 
 
 cdef inline void gradient_half_step(const char* x, const char* dy, const real* w, Py_ssize_t i, Py_ssize_t n, lanes hi,
@@ -88,20 +89,18 @@ cdef inline void block_gradient_sums(const char* x, const char* dy, const real* 
 
 
 cdef inline void settle_gradient(const job* j, Py_ssize_t r, double sum_d, double sum_wdy, double sum_wdy_d, bint centered,
-                                 real* rstd, real* lo, real* c1, real* c2) noexcept nogil:
-    """From the sums to what the second sweep needs. IN rstd as it was saved; OUT with the weight of the row, if it has one."""
+                                 real rstd, real* lo, real* c1, real* c2) noexcept nogil:
+    """From the sums to what the second sweep needs."""
     cdef double mean_d = sum_d / j.n_cols if centered and not j.constant else 0
     cdef double wdy = sum_wdy if centered else 0
     cdef double wdy_d = sum_wdy_d - mean_d * wdy
     lo[0] = <real>mean_d
     if j.row_sums != NULL:
-        j.row_sums[r] = rstd[0] * wdy_d
+        j.row_sums[r] = <double>rstd * wdy_d
         j.row_sums[j.n_rows + r] = wdy
     c2[0] = <real>(wdy / j.n_cols)
     # rstd * c1, to be multiplied by x - mean: a rounding less than x_hat * c1.
-    c1[0] = <real>scaled_mean(rstd[0], wdy_d, <double>j.n_cols)
-    if j.by_row and j.weight != NULL:
-        rstd[0] = <real>(<double>rstd[0] * (<in_real>j.weight)[r])
+    c1[0] = <real>scaled_mean(rstd, wdy_d, <double>j.n_cols)
 
 
 cdef inline in_real column_weight(const job* j) noexcept nogil:
@@ -127,6 +126,8 @@ cdef inline void open_gradient_row(const job* j, Py_ssize_t r, block* buffers, g
         row.dresidual = row_start(&j.dresidual, r)
     row.hi = (<real*>j.mean)[r] if j.centered else 0
     row.rstd = (<real*>j.rstd)[r]
+    if j.by_row and j.weight != NULL:
+        row.weight = (<in_real>j.weight)[r]
 
 
 cdef inline void row_gradient_sums(const job* j, Py_ssize_t r, gradient_row* row, bint centered, int type) noexcept nogil:
@@ -143,7 +144,7 @@ cdef inline void row_gradient_sums(const job* j, Py_ssize_t r, gradient_row* row
         wdy = total_add(wdy, b)
         wdy_d = total_add(wdy_d, c)
         c0 += BLOCK
-    settle_gradient(j, r, total_value(d), total_value(wdy), total_value(wdy_d), centered, &row.rstd, &row.lo, &row.c1, &row.c2)
+    settle_gradient(j, r, total_value(d), total_value(wdy), total_value(wdy_d), centered, row.rstd, &row.lo, &row.c1, &row.c2)
 
 
 cdef inline lanes dx_lanes(lanes d, lanes dy, lanes w, lanes rstd, lanes c1, lanes c2, bint centered,
@@ -173,6 +174,7 @@ cdef struct gradient_columns:
     int n_ahead
     real alpha
     bint stream, stream_residual   # dx and dresidual past the cache
+    bint by_row            # dx is to be multiplied by the weight of its row
     # Of the columns.
     const real* weight
     double* dweight
@@ -201,6 +203,9 @@ cdef inline void apply_gradient_lanes(const gradient_columns* at, const gradient
                         at.weight != NULL)
         if centered:
             db = lanes_add(db, g)
+    if at.by_row:
+        for k in range(n_rows):
+            t[k] = lanes_mul(t[k], lanes_fill(rows[k].weight))
     if at.dh[0] != NULL:
         for k in range(n_rows):
             t[k] = lanes_add(t[k], lanes_load_part_as(at.dh[k], i, n, zero, type))
@@ -287,6 +292,7 @@ cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t r, Py_
     cdef bint fetch = j.stream and in_place(&j.x, type) and in_place(&j.dy, type) and r + 2 * n_rows <= j.n_rows
     cdef bint fetch_dh = fetch and j.dh.data != NULL and in_place(&j.dh, type)
     at.alpha = <real>j.alpha
+    at.by_row = j.by_row and j.weight != NULL
     at.partial_cols = j.partial_cols
     at.dh[0] = NULL
     at.dresidual[0] = NULL
@@ -409,22 +415,21 @@ cdef void piece_gradient_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_
 
 cdef void piece_gradient_settle(const job* j, Py_ssize_t r, const double* sums, row_statistics* st) noexcept nogil:
     cdef total d, wdy, wdy_d
-    cdef real lo, c1, c2, rstd = (<real*>j.rstd)[r]
+    cdef real lo, c1, c2
     cdef Py_ssize_t k
     d.sum = d.rest = wdy.sum = wdy.rest = wdy_d.sum = wdy_d.rest = 0
     for k in range((j.n_cols + BLOCK - 1) // BLOCK):
         d = total_add(d, sums[3 * k])
         wdy = total_add(wdy, sums[3 * k + 1])
         wdy_d = total_add(wdy_d, sums[3 * k + 2])
-    settle_gradient(j, r, total_value(d), total_value(wdy), total_value(wdy_d), j.centered, &rstd, &lo, &c1, &c2)
-    st.rstd = rstd
+    settle_gradient(j, r, total_value(d), total_value(wdy), total_value(wdy_d), j.centered, (<real*>j.rstd)[r],
+                    &lo, &c1, &c2)
     st.lo = lo
     st.c1 = c1
     st.c2 = c2
 
 
 cdef inline void restore(const row_statistics* st, gradient_row* row) noexcept nogil:
-    row.rstd = <real>st.rstd
     row.lo = <real>st.lo
     row.c1 = <real>st.c1
     row.c2 = <real>st.c2

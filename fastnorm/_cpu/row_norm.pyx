@@ -76,7 +76,9 @@ cdef Py_ssize_t SPLIT_MIN = 1 << 16
 # Bytes of output from which stores go past the cache, whatever cache size the machine reports.
 cdef Py_ssize_t STREAM_BYTES = stream_bytes(os.environ.get("FASTNORM_STREAM_BYTES"))
 # Rows that a kernel across rows needs next to each other to be worth it.
-cdef Py_ssize_t ADJACENT_MIN = 32
+cdef Py_ssize_t ADJACENT_MIN = 8
+# What such a kernel takes at once (TILE): cut into less, it would go over the same memory again and again.
+cdef Py_ssize_t TILE_ROWS = 1024
 # dweight and dbias: rows in a chunk at least, chunks at most.
 cdef Py_ssize_t MIN_CHUNK = 64
 cdef Py_ssize_t MAX_CHUNKS = 64
@@ -253,10 +255,10 @@ cdef double* allocate(Py_ssize_t n) except NULL:
     return p
 
 
-cdef int run_parts(parts_kernel kernel, const job* j, Py_ssize_t parts, Py_ssize_t size, int n_threads) except -1:
+cdef int run_parts(parts_kernel kernel, const job* j, Py_ssize_t parts, Py_ssize_t size, Py_ssize_t least, int n_threads) except -1:
     """A kernel over its parts (rows; chunks of rows in backward) of so many values each, in contiguous shares for
-    the threads and in slices between which Ctrl-C is looked for."""
-    cdef Py_ssize_t step = max(1, SLICE // size) * n_threads, done = 0, n
+    the threads and in slices of at least so many parts between which Ctrl-C is looked for."""
+    cdef Py_ssize_t step = max(least, SLICE // size) * n_threads, done = 0, n
     cdef int t
     while done < parts:
         n = min(step, parts - done)
@@ -332,7 +334,7 @@ cdef int run_forward(const kernels* k, const job* j) except -1:
         forward = k.axis_forward
     elif n_threads > 1 and n_rows < 4 * n_threads and j.n_cols >= SPLIT_MIN:
         return split_rows(k, j, BLOCK_BYTES // real_size(k), n_threads)
-    return run_parts(forward, j, n_rows, j.n_cols, min(n_threads, n_rows))
+    return run_parts(forward, j, n_rows, j.n_cols, TILE_ROWS if forward == k.axis_forward else 1, min(n_threads, n_rows))
 
 
 cdef inline double given(const kernels* k, const void* values, Py_ssize_t i) noexcept nogil:
@@ -362,11 +364,18 @@ cdef int run_evaluate(const kernels* k, const job* j, bint across) except -1:
     cdef int n_threads = threads_for(j.n_rows * j.n_cols)
     if n_threads > 1 and not across and j.n_rows < 4 * n_threads and j.n_cols >= SPLIT_MIN:
         return split_evaluate(k, j, n_threads)
-    return run_parts(k.axis_evaluate if across else k.evaluate, j, j.n_rows, j.n_cols, min(n_threads, j.n_rows))
+    return run_parts(k.axis_evaluate if across else k.evaluate, j, j.n_rows, j.n_cols, TILE_ROWS if across else 1,
+                     min(n_threads, j.n_rows))
 
 
 cdef inline bint same_data(cnp.ndarray a, b) noexcept:
     return b is not None and cnp.PyArray_DATA(a) == cnp.PyArray_DATA(<cnp.ndarray>b)
+
+
+def round_doubles(cnp.ndarray source, cnp.ndarray target):
+    """target = source rounded once; both contiguous, of float64 and of a float type. ml_dtypes goes by way of float32."""
+    store_doubles(<char*>cnp.PyArray_DATA(target), storage_type(target), cnp.PyArray_SIZE(source),
+                  <double*>cnp.PyArray_DATA(source))
 
 
 def row_norm_forward(cnp.ndarray x, residual, double alpha, int n_axes, weight, double weight_offset, bias, double eps,
@@ -432,7 +441,8 @@ cdef int run_backward(const kernels* k, const job* j) except -1:
         backward = k.axis_backward
     elif n_threads > 1 and chunks < 4 * n_threads and j.n_cols >= SPLIT_MIN:
         return split_backward(k, j, n_threads)
-    return run_parts(backward, j, chunks, j.rows_per_chunk * j.n_cols, min(n_threads, chunks))
+    return run_parts(backward, j, chunks, j.rows_per_chunk * j.n_cols,
+                     max(1, TILE_ROWS // j.rows_per_chunk) if backward == k.axis_backward else 1, min(n_threads, chunks))
 
 
 cdef double* open_partials(job* j, const kernels* k, bint param_grads) except NULL:

@@ -120,7 +120,7 @@ channel_gradient_settle(const char* parts, index_t n_parts, index_t n_values, NU
         gradient_sums<true, real>::settle_from(r, all[0], all[1], all[2], n);
     }
     numbers weights = NUMBERS_OF(weight);
-    channel_gradient gradient = {r.mean, r.lo, r.rstd, r.k, r.c2, weight ? (real)weights.get(c) : (real)1};
+    channel_gradient gradient = {r.mean, r.lo, training ? r.rstd : at_most_largest(r.rstd), r.k, r.c2, weight ? (real)weights.get(c) : (real)1};
     write(gradients + c * sizeof(gradient), gradient);
     if (dweight) write_float(dweight + c * item_size, (int)type, r.rstd * (all[2].value() - lo * all[1].value()));
     if (dbias) write_float(dbias + c * item_size, (int)type, all[1].value());

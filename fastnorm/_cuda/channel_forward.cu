@@ -260,7 +260,7 @@ channel_evaluate(double eps, NUMBERS(weight), NUMBERS(bias), NUMBERS(running_mea
     // Where x - mean could leave the range, a quarter of both does not.
     int exponent = fabs(m) > (sizeof(real) == 4 ? 0x1p125 : 0x1p1021) ? 2 : 0;
     power scale(exponent);
-    scale_of_row<real> s = {(real)scale.times(m), 0, (real)scale.divide(r), m, r};
+    scale_of_row<real> s = {(real)scale.times(m), 0, at_most_largest((real)scale.divide(r)), m, r};
     if (is_finite(s.hi)) s.lo = (real)(scale.times(m) - s.hi);
     leave_channel(c, s, exponent, NUMBERS_OF(weight), NUMBERS_OF(bias), scales, mean, rstd);
 }

@@ -11,6 +11,13 @@
 // Threads of a block in both; packs of a slice.
 const int THREADS = 256, PACKS = 4, SLICE = THREADS * PACKS;
 
+// a, or the largest number where it is infinite: the rstd of no variance and no eps, times a distance of zero, is zero then.
+template <class real>
+__device__ inline real at_most_largest(real a) {
+    const real LARGEST = sizeof(real) == 4 ? (real)0x1.fffffep127 : (real)0x1.fffffffffffffp1023;
+    return a > LARGEST ? LARGEST : a;
+}
+
 // Where a slice of a channel is: packs from number `first` on of those that its runs are cut into, the last pack of
 // each run as long as what is left of it.
 struct slice_place {
