@@ -28,8 +28,8 @@ LEVEL_FLAGS = {
 REAL = {"float32": ("float", "4"), "float64": ("double", "8")}
 # The same bits at every level: no contraction, no reordering. errno and traps are not used.
 KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-COMPILED = ["_layer_norm.py", "_rms_norm.py", "_row_norm.py", "_arrays.py", "_cpu/isa.pyx", "_cpu/row_norm.pyx",
-            "_cpu/common_case.pyx"]
+COMPILED = ["_layer_norm.py", "_rms_norm.py", "_batch_norm.py", "_row_norm.py", "_channel_norm.py", "_arrays.py",
+            "_cpu/isa.pyx", "_cpu/row_norm.pyx", "_cpu/channel_norm.pyx", "_cpu/common_case.pyx"]
 # An edited header or included file rebuilds everything; the whole package takes well under a minute.
 DEPENDS = ["setup.py"] + sorted(str(p) for pattern in ("*.h", "*.pxi", "*.pxd") for p in CPU.glob(pattern))
 
@@ -50,11 +50,13 @@ def kernel_module(real, level):
 
 
 def module(path):
-    """The wing's modules, and the doors and the hall that are compiled as they stand."""
+    """The wing's modules, and the doors and the halls that are compiled as they stand."""
+    # Running statistics are updated in double: there real is double.
+    real = [("REAL", "double"), ("REAL_BYTES", "8")] if path.endswith("channel_norm.pyx") else []
     return Extension("fastnorm." + path.rsplit(".", 1)[0].replace("/", "."), ["fastnorm/" + path], depends=DEPENDS,
                      include_dirs=[str(CPU), numpy.get_include()], extra_compile_args=["-O3", "-ffp-contract=off"],
                      define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
-                                    ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION")])
+                                    ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"), *real])
 
 
 class BuildExt(build_ext):

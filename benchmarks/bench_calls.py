@@ -1,9 +1,15 @@
 """What a tiny call costs: checks, allocation and dispatch, beside a ufunc on the same arrays."""
 import timeit
+from types import SimpleNamespace
 
 import numpy as np
 
 import fastnorm
+
+try:
+    from fastnorm import layers
+except ImportError:
+    layers = None
 
 STATEMENTS = [
     "np.add(x, x, out=y)",
@@ -18,6 +24,16 @@ STATEMENTS = [
     "rms_norm_forward(x, weight)",
     "rms_norm_backward(dy, x, rms_rstd, weight, out=dx)",
     "rms_norm_backward(dy, x, rms_rstd, weight)",
+    # The rest of the family, and layers beside the functions that they call.
+    "add_layer_norm(x, residual, weight, bias, out=y, residual_out=h)",
+    "add_layer_norm_backward(dy, dh, x, mean, rstd, weight)",
+    "batch_norm(rows, weight, bias, running_mean, running_var, training=True)",
+    "batch_norm(rows, weight, bias, running_mean, running_var)",
+    "batch_norm_forward(rows, weight, bias, running_mean, running_var, training=True)",
+    "layers.batch_norm(rows)",
+    "layers.layer_norm(x)",
+    "layers.rms_norm(x)",
+    "layers.layer_norm.forward_sum(x, residual)",
     # Other types, and what is not contiguous and trailing.
     "layer_norm(x16, weight, bias, out=y16)",
     "layer_norm(x16, weight16, bias16, out=y16)",
@@ -42,6 +58,12 @@ class TinyCall:
         names = dict(x=x, dy=dy, weight=weight, bias=bias, mean=mean, rstd=rstd, rms_rstd=rms_rstd,
                      y=np.ones_like(x), dx=np.ones_like(x), np=np)
         names |= {name + "16": names[name].astype(np.float16) for name in ("x", "y", "weight", "bias")}
+        names |= dict(residual=dy.copy(), dh=dy.copy(), h=np.ones_like(x), rows=rng.standard_normal((2, 64), dtype=np.float32),
+                      running_mean=np.zeros(64, np.float32), running_var=np.ones(64, np.float32))
+        if layers is not None and hasattr(layers, "BatchNorm"):
+            names["layers"] = SimpleNamespace(
+                layer_norm=layers.LayerNorm(64, dtype=np.float32), rms_norm=layers.RMSNorm(64, dtype=np.float32),
+                batch_norm=layers.BatchNorm(64, dtype=np.float32))
         functions = {name: getattr(fastnorm, name) for name in fastnorm.__all__}
         # timeit compiles the statement: no lambda and no attribute look-up is timed with it.
         self.calls = timeit.Timer(statement, globals=functions | names)

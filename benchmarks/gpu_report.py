@@ -50,7 +50,8 @@ def run_sanitizer(deadline):
     lines = []
     for check in ("memcheck", "racecheck", "synccheck", "initcheck"):
         sanitized = [tool, "--tool", check, "--error-exitcode", "9", *PYTEST]
-        command = [*sanitized, "tests/cuda/test_launches.py", "-k", "path_around or views or one_launch"]
+        files = ["tests/cuda/test_launches.py", "tests/cuda/test_channels.py", "tests/cuda/test_fused_rows.py"]
+        command = [*sanitized, *files, "-k", "path_around or views or one_launch"]
         progress(f"compute-sanitizer {check}")
         lines.append(last_line(f"compute-sanitizer {check}", command, min(deadline, time.monotonic() + 40)))
     return lines
@@ -154,6 +155,14 @@ def rows_of_table(cupy, deadline):
                 return
             yield measured(cupy, torch, clock, name, n, deadline)
             cupy.get_default_memory_pool().free_all_blocks()
+    yield FAMILY_HEAD
+    for name in DTYPES[::2]:
+        for measure in (residual_forms, channels):
+            if time.monotonic() > deadline:
+                yield "out of time"
+                return
+            yield from measure(cupy, clock, name)
+            cupy.get_default_memory_pool().free_all_blocks()
     yield launch_costs(cupy)
 
 
@@ -191,6 +200,70 @@ def measured(cupy, torch, clock, name, n, deadline):
         f"{backward:8.1f} {3 * size / backward / 1e3:6.0f} {150 * copy / backward:5.0f} | {100 * copy / rms:5.0f} | "
         + " ".join(f"{theirs / ours:6.2f}" if theirs else f"{'-':>6s}" for theirs, ours in ratios)
     )
+
+
+FAMILY_HEAD = f"{'':28s} dtype    {'shape':20s} |       us   GB/s %copy   (bytes as docs/gpu.md counts them)"
+
+
+def random(cupy, shape, dtype):
+    x = cupy.empty(shape, dtype)
+    flat, block = x.reshape(-1), cupy.random.standard_normal(1 << 24, dtype=cupy.float32)
+    for start in range(0, flat.size, block.size):
+        flat[start : start + block.size] = block[: flat.size - start].astype(dtype)
+    return x
+
+
+def line(name, x, times, clock, calls):
+    """times: how often the operation moves the bytes of x."""
+    copy = clock.time([partial(copy_kernel(clock.cupy), x, clock.cupy.empty_like(x))])
+    taken = clock.time(calls)
+    return (
+        f"{name:28s} {x.dtype.name:8s} {str(x.shape):20s} | {taken:8.1f} {times * x.nbytes / taken / 1e3:6.0f} "
+        f"{50 * times * copy / taken:5.0f}"
+    )
+
+
+def residual_forms(cupy, clock, name):
+    """Lines for the forms with a residual."""
+    import fastnorm
+
+    dtype = dtype_of(name)
+    for n in (1024, 4096, 16384):
+        x, residual, y, h = (random(cupy, (SIZE // (n * dtype.itemsize), n), dtype) for _ in range(4))
+        w = cupy.ones(n, dtype)
+        yield line("add_rms_norm", x, 4, clock, [partial(fastnorm.add_rms_norm, x, residual, w, out=y, residual_out=h)])
+        *_, rstd = fastnorm.add_rms_norm_forward(x, residual, w, out=y, residual_out=h)
+        yield line(
+            "add_rms_norm_backward",
+            x,
+            5,
+            clock,
+            [partial(fastnorm.add_rms_norm_backward, x, residual, h, rstd, w, out=y)],
+        )
+
+
+def channels(cupy, clock, name):
+    """Lines for batch_norm: both of its ways."""
+    import fastnorm
+
+    dtype = dtype_of(name)
+    for shape in (
+        (64, 256, 56, 56),
+        (256, 1024, 14, 14),
+        (64, 3, 512, 512),
+        (200_704, 256),
+        (1_000_000, 64),
+        (512, 65_536),
+    ):
+        x, dy, y = (random(cupy, shape, dtype) for _ in range(3))
+        running = cupy.zeros(shape[1], cupy.float32), cupy.ones(shape[1], cupy.float32)
+        _, mean, rstd = fastnorm.batch_norm_forward(x, training=True, out=y)
+        train = partial(fastnorm.batch_norm, x, None, None, *running, training=True, out=y)
+        yield line("batch_norm training", x, 3, clock, [train])
+        yield line("batch_norm evaluation", x, 2, clock, [partial(fastnorm.batch_norm, x, None, None, *running, out=y)])
+        yield line(
+            "batch_norm_backward", x, 5, clock, [partial(fastnorm.batch_norm_backward, dy, x, mean, rstd, out=y)]
+        )
 
 
 def launch_costs(cupy):

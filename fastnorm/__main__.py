@@ -3,6 +3,7 @@ import argparse
 import statistics
 import sys
 import timeit
+from itertools import chain
 
 import numpy as np
 
@@ -178,10 +179,27 @@ def _bits_by_rounding(op, dtype):
     return _same_bits([getattr(fastnorm, op)(x, weight)], [wide.astype(dtype)])
 
 
+def _bits_by_fusion(op, dtype):
+    """Whether the residual form gives the norm of the sum that it returns."""
+    x, residual, weight, _ = _check_arrays(dtype, 96, 768, "normal")
+    y, h = getattr(fastnorm, f"add_{op}")(x, residual, weight, alpha=0.5)
+    return _same_bits([y], [getattr(fastnorm, op)(h, weight)])
+
+
+def _bits_by_channel(op, dtype):
+    """Whether batch_norm gives a channel the bits that layer_norm gives to a row of its values."""
+    x = _check_arrays(dtype, 96, 768, "large mean")[0]
+    channels = fastnorm.batch_norm(x.reshape(8, 12, 768), training=True)
+    rows = fastnorm.layer_norm(x.reshape(8, 12, 768), axis=(0, 2))
+    return _same_bits([channels], [rows])
+
+
 BIT_CHECKS = {
     "1 and 2 threads": _bits_by_threads,
     "axis 0 and trailing axis": _bits_by_axis,
     "16-bit: wide, rounded once": _bits_by_rounding,
+    "residual forms: the norm of the stored sum": _bits_by_fusion,
+    "batch_norm: a channel as a row of layer_norm": _bits_by_channel,
 }
 
 
@@ -247,6 +265,20 @@ def _bench_calls(shape):
            lambda: numpy_rms_norm_backward(dy, x, rms_rstd, weight), 3)
 
 
+def _bench_family(shape):
+    """The same for the rest of the family."""
+    rng = np.random.default_rng(0)
+    x, residual = rng.standard_normal((2, *shape), dtype=np.float32)
+    weight, bias = rng.standard_normal((2, shape[-1]), dtype=np.float32)
+    out, h = np.zeros((2, *shape), np.float32)
+    fn = fastnorm
+    yield ("add_rms_norm", lambda: fn.add_rms_norm(x, residual, weight, out=out, residual_out=h),
+           lambda: numpy_rms_norm(x + residual, weight), 4)
+    if shape[0] > 1:
+        yield ("batch_norm, training", lambda: fn.batch_norm(x, weight, bias, training=True, out=out),
+               lambda: (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + 1e-5) * weight + bias, 2)
+
+
 def _columns(op, shape, *cells):
     return f"{op:20s} {shape:>9s}" + "".join(f"{cell:>10s}" for cell in cells)
 
@@ -259,7 +291,7 @@ def bench():
     print("float32, microseconds, medians of interleaved runs; fastnorm with out=\n")
     print(_columns("op", "shape", *threads, "NumPy", "ratio", "GB/s"))
     for shape in BENCH_SHAPES:
-        for op, ours, numpys, n_arrays in _bench_calls(shape):
+        for op, ours, numpys, n_arrays in chain(_bench_calls(shape), _bench_family(shape)):
             *seconds, numpy_seconds = _medians([(n, ours) for n in counts] + [(1, numpys)])
             ratio = numpy_seconds / seconds[-1]
             gb_per_s = n_arrays * 4 * shape[0] * shape[1] / seconds[-1] / 1e9
@@ -267,7 +299,7 @@ def bench():
                            f"{numpy_seconds * 1e6:.1f}", f"{ratio:.1f}", f"{gb_per_s:.1f}"), flush=True)
         print()
     print(f"ratio: NumPy's time over fastnorm's with {threads[-1]}. GB/s: x read once and y\n"
-          "written once; backward dy and x read, dx written.")
+          "written once; backward dy and x read, dx written; add_rms_norm two read, two written.")
 
 
 # ---------------------------------------------------------------------------------------------

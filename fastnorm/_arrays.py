@@ -1,8 +1,9 @@
 """Checks of arguments, with our error texts. Nothing here computes. Compiled, like the halls that call it."""
 from functools import cache
+from operator import index
 
 import numpy as np
-from numpy.lib.array_utils import normalize_axis_tuple
+from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
 from fastnorm._backend import backend_of
 
@@ -45,6 +46,11 @@ def arithmetic_type(dtype):
     return _types(dtype)[2]
 
 
+def is_wider(dtype, other):
+    """Whether the arithmetic type of dtype is wider than that of the other."""
+    return _types(dtype)[2] is _FLOAT64 and _types(other)[2] is _FLOAT32
+
+
 def result_type(dtype):
     """The dtype of what has the dtype of an input: its own in native byte order, float64 for integers."""
     return _types(dtype)[3]
@@ -65,11 +71,31 @@ def normalized_axes(x, axis):
     return axes
 
 
+def single_axis(x, axis):
+    """axis as a non-negative int; a tuple of axes is a TypeError."""
+    if type(axis) is not int:
+        if isinstance(axis, (bool, tuple, list)) or axis is None:
+            raise TypeError(f"axis: expected one int, the axis of the channels, got {axis!r}")
+        try:
+            axis = index(axis)
+        except TypeError:
+            raise TypeError(f"axis: expected one int, the axis of the channels, got {axis!r}") from None
+    return normalize_axis_index(axis, x.ndim, "axis")
+
+
 def nonnegative(name, value):
     """value as a finite float of at least 0."""
     number = real_number(name, value)
     if not 0 <= number < float("inf"):
         raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+    return number
+
+
+def finite(name, value):
+    """value as a finite float."""
+    number = real_number(name, value)
+    if number - number != 0.0:
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
     return number
 
 
@@ -97,11 +123,35 @@ def parameter(name, value, shape, wing):
     return value
 
 
-def same_shape(name, value, x, wing):
+def channel_parameter(name, value, n_channels, wing):
+    """weight, bias or a running statistic as it came, one value a channel; None stays None."""
+    if value is None:
+        return None
+    value = array(name, value, wing)
+    if value.shape != (n_channels,):
+        raise ValueError(f"{name}: shape {value.shape}, but x has {n_channels} channels: expected ({n_channels},)")
+    return value
+
+
+def updated(name, value, n_channels, wing):
+    """A running statistic that a call is to change in place: checked, not converted."""
+    if not isinstance(value, wing.xp.ndarray):
+        raise TypeError(f"{name}: it is updated in place; expected {wing.xp.__name__}.ndarray, "
+                        f"not {type(value).__module__}.{type(value).__qualname__}")
+    if backend_of(name, value) is not wing:
+        raise TypeError(f"{name}: {type(value).__qualname__} does not mix with the kind of array that x is")
+    channel_parameter(name, value, n_channels, wing)
+    if not _types(value.dtype)[1]:
+        raise TypeError(f"{name}: dtype {value.dtype} cannot hold a running statistic; expected {', '.join(FLOATS)}")
+    if wing.is_read_only(value):
+        raise ValueError(f"{name}: it is updated in place, but it is read-only")
+
+
+def same_shape(name, value, x, wing, x_name="x"):
     """An input of the shape of x."""
     value = array(name, value, wing)
     if value.shape != x.shape:
-        raise ValueError(f"{name}: shape {value.shape}, but x has shape {x.shape}")
+        raise ValueError(f"{name}: shape {value.shape}, but {x_name} has shape {x.shape}")
     return value
 
 
@@ -119,7 +169,7 @@ def statistic(name, value, shape, dtype, wing):
     return value.reshape(-1)
 
 
-def output(name, out, x, dtype, wing):
+def output(name, out, x, dtype, wing, x_name="x"):
     """out, or a new array of the shape of x if it is None."""
     if out is None:
         return wing.xp.empty(x.shape, dtype)
@@ -133,7 +183,7 @@ def output(name, out, x, dtype, wing):
         raise TypeError(f"{name}: cannot cast the result from {dtype!r} to {out.dtype!r} with casting rule "
                         f"'same_kind'; expected {', '.join(FLOATS)}")
     if out.shape != x.shape:
-        raise ValueError(f"{name}: shape {out.shape}, but x has shape {x.shape}")
+        raise ValueError(f"{name}: shape {out.shape}, but {x_name} has shape {x.shape}")
     if wing.is_read_only(out):
         raise ValueError(f"{name}: output array is read-only")
     return out
@@ -143,6 +193,31 @@ def is_same_memory(a, b, wing):
     """Whether two arrays are the same elements in the same places."""
     return (a.dtype == b.dtype and a.shape == b.shape and a.strides == b.strides
             and wing.address(a) == wing.address(b))
+
+
+class _Place:
+    """Where an array lies, as NumPy takes it. Nothing is read there: it may be on another device."""
+
+    def __init__(self, a, wing):
+        self.__array_interface__ = {"version": 3, "data": (wing.address(a), False), "typestr": f"|V{a.itemsize}",
+                                    "shape": a.shape, "strides": a.strides}
+
+
+def overlap(a, b, wing):
+    """Whether two arrays have a byte in common; not only by their bounds, as for a copy that does no harm."""
+    if not wing.may_share_memory(a, b):
+        return False
+    try:
+        return np.shares_memory(np.asarray(_Place(a, wing)), np.asarray(_Place(b, wing)), max_work=10**5)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def copied(a, wing):
+    """A copy in memory of its own."""
+    new = wing.xp.empty(a.shape, a.dtype)
+    wing.copy(a, new)
+    return new
 
 
 def needs_copy(out, in_place, others, wing):

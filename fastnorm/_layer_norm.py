@@ -1,4 +1,4 @@
-"""layer_norm: normalize to mean 0 and variance 1 along axes. Doors: signatures, defaults, docstrings.
+"""layer_norm, add_layer_norm: normalize to mean 0 and variance 1 along axes. Doors: signatures, defaults, docstrings.
 
 Compiled by Cython as it stands, like the hall behind it (fastnorm._row_norm).
 """
@@ -87,7 +87,7 @@ def layer_norm(x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | 
     >>> y is x
     True
     """
-    return forward(x, weight, bias, axis, eps, 0.0, out, True, False)
+    return forward(x, None, 1.0, weight, bias, axis, eps, 0.0, out, None, True, False, False)
 
 
 def layer_norm_forward(x: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, *,
@@ -127,7 +127,7 @@ def layer_norm_forward(x: ArrayLike, weight: ArrayLike | None = None, bias: Arra
     array([[  1.22],
            [316.23]])
     """
-    return forward(x, weight, bias, axis, eps, 0.0, out, True, True)
+    return forward(x, None, 1.0, weight, bias, axis, eps, 0.0, out, None, True, True, False)
 
 
 def layer_norm_backward(dy: ArrayLike, x: ArrayLike, mean: NDArray[Any], rstd: NDArray[Any],
@@ -190,4 +190,159 @@ def layer_norm_backward(dy: ArrayLike, x: ArrayLike, mean: NDArray[Any], rstd: N
     >>> dbias
     array([2., 2., 2.])
     """
-    return backward(dy, x, mean, rstd, weight, axis, 0.0, param_grads, out, True)
+    dx, _, dweight, dbias = backward(dy, None, x, mean, rstd, weight, 1.0, axis, 0.0, param_grads, out, True, False)
+    return dx, dweight, dbias
+
+
+def add_layer_norm(x: ArrayLike, residual: ArrayLike, weight: ArrayLike | None = None, bias: ArrayLike | None = None, *,
+                   alpha: float = 1.0, axis: int | tuple[int, ...] | None = -1, eps: float = 1e-5,
+                   out: NDArray[Any] | None = None, residual_out: NDArray[Any] | None = None,
+                   ) -> tuple[NDArray[Any], NDArray[Any]]:
+    """``h = x + alpha * residual`` and ``layer_norm(h)``, in one pass over memory.
+
+    Parameters
+    ----------
+    x : array_like
+        What a sublayer gave: as in `layer_norm`.
+    residual : array_like
+        The skip path, of the shape of x; it may have another dtype, which is then that of h.
+    weight, bias, axis, eps
+        As in `layer_norm`.
+    alpha : float
+        By what residual is multiplied: 1 for Pre-LN and Post-LN, DeepNorm's constant [1]_ for DeepNorm
+        (`fastnorm.layers.deepnorm_scales`).
+    out, residual_out : ndarray, optional
+        Where y and h go, of the shape of x and a float dtype; each may be x or residual itself, but
+        they must not overlap each other.
+
+    Returns
+    -------
+    y : ndarray
+        The norm of h as it is stored, bit for bit what ``layer_norm(h)`` gives; of the dtype of x;
+        `out` if it was given.
+    h : ndarray
+        ``x + alpha * residual``, the product and the sum rounded each in the arithmetic type (float32;
+        float64 if one of the three is), stored in the dtype of residual; `residual_out` if it was given.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As `layer_norm`; residual of another shape than x, alpha not finite, out and residual_out that
+        overlap.
+
+    See Also
+    --------
+    layer_norm : of an array that is there already.
+    fastnorm.layers.PostNorm, fastnorm.layers.DeepNorm : blocks of a network made of it.
+
+    Notes
+    -----
+    It moves four arrays where `numpy.add` and `layer_norm` move five or more. In a Pre-LN network,
+    y goes into the next sublayer and h is the next residual; in Post-LN and DeepNorm y is both.
+
+    References
+    ----------
+    .. [1] H. Wang et al., "DeepNet: Scaling Transformers to 1,000 Layers", 2022, arXiv:2203.00555.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm import add_layer_norm
+    >>> y, h = add_layer_norm(np.array([[1.0, 2.0, 3.0]]), np.array([[0.5, 0.0, 0.5]]), alpha=2.0)
+    >>> h
+    array([[2., 2., 4.]])
+    >>> y.round(3)
+    array([[-0.707, -0.707,  1.414]])
+    """
+    return forward(x, residual, alpha, weight, bias, axis, eps, 0.0, out, residual_out, True, False, True)
+
+
+def add_layer_norm_forward(x: ArrayLike, residual: ArrayLike, weight: ArrayLike | None = None,
+                           bias: ArrayLike | None = None, *, alpha: float = 1.0,
+                           axis: int | tuple[int, ...] | None = -1, eps: float = 1e-5, out: NDArray[Any] | None = None,
+                           residual_out: NDArray[Any] | None = None,
+                           ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """`add_layer_norm`, and the statistics that `add_layer_norm_backward` needs.
+
+    Parameters
+    ----------
+    x, residual, weight, bias, alpha, axis, eps, out, residual_out
+        As in `add_layer_norm`.
+
+    Returns
+    -------
+    y, h : ndarray
+        As `add_layer_norm` returns them, bit for bit.
+    mean, rstd : ndarray
+        Of h, as `layer_norm_forward` returns them.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As `add_layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm import add_layer_norm_forward
+    >>> y, h, mean, rstd = add_layer_norm_forward(np.array([[1.0, 2.0, 3.0]]), np.ones((1, 3)))
+    >>> mean
+    array([[3.]])
+    """
+    return forward(x, residual, alpha, weight, bias, axis, eps, 0.0, out, residual_out, True, True, True)
+
+
+def add_layer_norm_backward(dy: ArrayLike, dh: ArrayLike | None, h: ArrayLike, mean: NDArray[Any], rstd: NDArray[Any],
+                            weight: ArrayLike | None = None, *, alpha: float = 1.0,
+                            axis: int | tuple[int, ...] | None = -1, param_grads: bool = True,
+                            out: NDArray[Any] | None = None,
+                            ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
+    """Gradients of a scalar through `add_layer_norm`, from its gradients dy and dh with respect to y and h.
+
+    Parameters
+    ----------
+    dy : array_like
+        Of the shape of h, of any supported dtype.
+    dh : array_like or None
+        What arrives at h from where else it went, likewise; None for nothing, as in Post-LN.
+    h, mean, rstd : ndarray
+        As `add_layer_norm_forward` returned them.
+    weight, alpha, axis
+        As they were given to `add_layer_norm_forward`.
+    param_grads : bool
+        Whether dweight and dbias are wanted.
+    out : ndarray, optional
+        Where dx goes, of the shape of h and a float dtype; it may be dy or dh itself.
+
+    Returns
+    -------
+    dx : ndarray
+        The dx of `layer_norm_backward` at h, plus dh: the gradient with respect to x (and to h); of the dtype
+        of dy; `out` if it was given.
+    dresidual : ndarray
+        ``alpha * dx``, of the dtype of h; always an array of its own.
+    dweight, dbias : ndarray or None
+        As `layer_norm_backward` returns them.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As `layer_norm_backward`; dh of another shape than h, alpha not finite.
+
+    Notes
+    -----
+    Since ``h = x + alpha * residual``, the gradient with respect to h is that of x, and alpha times it
+    is that of residual. dresidual is computed from dx before it is rounded to 16 bits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm import add_layer_norm_backward, add_layer_norm_forward
+    >>> y, h, mean, rstd = add_layer_norm_forward(np.array([[1.0, 2.0, 4.0]]), np.ones((1, 3)), alpha=2.0)
+    >>> dx, dresidual, dweight, dbias = add_layer_norm_backward(np.ones((1, 3)), h, h, mean, rstd, alpha=2.0)
+    >>> dx.round(6)
+    array([[3., 4., 6.]])
+    >>> dresidual.round(6)
+    array([[ 6.,  8., 12.]])
+    """
+    return backward(dy, dh, h, mean, rstd, weight, alpha, axis, 0.0, param_grads, out, True, True)

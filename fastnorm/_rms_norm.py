@@ -1,4 +1,4 @@
-"""rms_norm: divide by the root mean square along axes. Doors: signatures, defaults, docstrings.
+"""rms_norm, add_rms_norm: divide by the root mean square along axes. Doors: signatures, defaults, docstrings.
 
 Compiled by Cython as it stands, like the hall behind it (fastnorm._row_norm).
 """
@@ -79,7 +79,7 @@ def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, *, axis: int | tuple
     array([[ 0.849,  1.131],
            [ 1.   , -1.   ]])
     """
-    return forward(x, weight, None, axis, eps, weight_offset, out, False, False)
+    return forward(x, None, 1.0, weight, None, axis, eps, weight_offset, out, None, False, False, False)
 
 
 def rms_norm_forward(x: ArrayLike, weight: ArrayLike | None = None, *, axis: int | tuple[int, ...] | None = -1,
@@ -113,7 +113,7 @@ def rms_norm_forward(x: ArrayLike, weight: ArrayLike | None = None, *, axis: int
     >>> rstd.round(4)
     array([0.2828])
     """
-    y, _, rstd = forward(x, weight, None, axis, eps, weight_offset, out, False, True)
+    y, _, rstd = forward(x, None, 1.0, weight, None, axis, eps, weight_offset, out, None, False, True, False)
     return y, rstd
 
 
@@ -174,5 +174,157 @@ def rms_norm_backward(dy: ArrayLike, x: ArrayLike, rstd: NDArray[Any], weight: A
     >>> dx.round(4)
     array([[ 0.0453, -0.0339]])
     """
-    dx, dweight, _ = backward(dy, x, None, rstd, weight, axis, weight_offset, param_grads, out, False)
+    dx, _, dweight, _ = backward(dy, None, x, None, rstd, weight, 1.0, axis, weight_offset, param_grads, out, False,
+                                 False)
     return dx, dweight
+
+
+def add_rms_norm(x: ArrayLike, residual: ArrayLike, weight: ArrayLike | None = None, *, alpha: float = 1.0,
+                 axis: int | tuple[int, ...] | None = -1, eps: float = 1e-5, weight_offset: float = 0.0,
+                 out: NDArray[Any] | None = None, residual_out: NDArray[Any] | None = None,
+                 ) -> tuple[NDArray[Any], NDArray[Any]]:
+    """``h = x + alpha * residual`` and ``rms_norm(h)``, in one pass over memory.
+
+    Parameters
+    ----------
+    x : array_like
+        What a sublayer gave: as in `rms_norm`.
+    residual : array_like
+        The skip path, of the shape of x; it may have another dtype, which is then that of h.
+    weight, axis, eps, weight_offset
+        As in `rms_norm`.
+    alpha : float
+        By what residual is multiplied.
+    out, residual_out : ndarray, optional
+        Where y and h go, of the shape of x and a float dtype; each may be x or residual itself, but
+        they must not overlap each other.
+
+    Returns
+    -------
+    y : ndarray
+        The norm of h as it is stored, bit for bit what ``rms_norm(h)`` gives; of the dtype of x; `out`
+        if it was given.
+    h : ndarray
+        ``x + alpha * residual``, the product and the sum rounded each in the arithmetic type (float32;
+        float64 if one of the three is), stored in the dtype of residual; `residual_out` if it was given.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As `rms_norm`; residual of another shape than x, alpha not finite, out and residual_out that
+        overlap.
+
+    See Also
+    --------
+    rms_norm : of an array that is there already.
+    add_layer_norm : centres, and has a bias.
+
+    Examples
+    --------
+    A layer of a Pre-LN network, into memory that is there already: x and the skip path are replaced by
+    the input of the next sublayer and by the new skip path.
+
+    >>> import numpy as np
+    >>> from fastnorm import add_rms_norm
+    >>> x, residual = np.array([[1.0, 2.0]]), np.array([[2.0, 2.0]])
+    >>> y, h = add_rms_norm(x, residual, out=x, residual_out=residual)
+    >>> residual
+    array([[3., 4.]])
+    >>> x.round(3)
+    array([[0.849, 1.131]])
+    """
+    return forward(x, residual, alpha, weight, None, axis, eps, weight_offset, out, residual_out, False, False, True)
+
+
+def add_rms_norm_forward(x: ArrayLike, residual: ArrayLike, weight: ArrayLike | None = None, *, alpha: float = 1.0,
+                         axis: int | tuple[int, ...] | None = -1, eps: float = 1e-5, weight_offset: float = 0.0,
+                         out: NDArray[Any] | None = None, residual_out: NDArray[Any] | None = None,
+                         ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """`add_rms_norm`, and the statistic that `add_rms_norm_backward` needs.
+
+    Parameters
+    ----------
+    x, residual, weight, alpha, axis, eps, weight_offset, out, residual_out
+        As in `add_rms_norm`.
+
+    Returns
+    -------
+    y, h : ndarray
+        As `add_rms_norm` returns them, bit for bit.
+    rstd : ndarray
+        Of h, as `rms_norm_forward` returns it.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As `add_rms_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm import add_rms_norm_forward
+    >>> y, h, rstd = add_rms_norm_forward(np.array([1.0, 2.0]), np.array([2.0, 2.0]), eps=0.0)
+    >>> rstd.round(4)
+    array([0.2828])
+    """
+    y, h, _, rstd = forward(x, residual, alpha, weight, None, axis, eps, weight_offset, out, residual_out, False, True,
+                            True)
+    return y, h, rstd
+
+
+def add_rms_norm_backward(dy: ArrayLike, dh: ArrayLike | None, h: ArrayLike, rstd: NDArray[Any],
+                          weight: ArrayLike | None = None, *, alpha: float = 1.0,
+                          axis: int | tuple[int, ...] | None = -1, weight_offset: float = 0.0, param_grads: bool = True,
+                          out: NDArray[Any] | None = None,
+                          ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+    """Gradients of a scalar through `add_rms_norm`, from its gradients dy and dh with respect to y and h.
+
+    Parameters
+    ----------
+    dy : array_like
+        Of the shape of h, of any supported dtype.
+    dh : array_like or None
+        What arrives at h from where else it went, likewise; None for nothing.
+    h, rstd : ndarray
+        As `add_rms_norm_forward` returned them.
+    weight, alpha, axis, weight_offset
+        As they were given to `add_rms_norm_forward`.
+    param_grads : bool
+        Whether dweight is wanted.
+    out : ndarray, optional
+        Where dx goes, of the shape of h and a float dtype; it may be dy or dh itself.
+
+    Returns
+    -------
+    dx : ndarray
+        The dx of `rms_norm_backward` at h, plus dh: the gradient with respect to x (and to h); of the dtype of
+        dy; `out` if it was given.
+    dresidual : ndarray
+        ``alpha * dx``, of the dtype of h; always an array of its own.
+    dweight : ndarray or None
+        As `rms_norm_backward` returns it.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As `rms_norm_backward`; dh of another shape than h, alpha not finite.
+
+    Notes
+    -----
+    Since ``h = x + alpha * residual``, the gradient with respect to h is that of x, and alpha times it
+    is that of residual. dresidual is computed from dx before it is rounded to 16 bits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastnorm import add_rms_norm_backward, add_rms_norm_forward
+    >>> y, h, rstd = add_rms_norm_forward(np.array([[1.0, 2.0]]), np.array([[2.0, 2.0]]), eps=0.0)
+    >>> dx, dresidual, dweight = add_rms_norm_backward(np.zeros((1, 2)), np.ones((1, 2)), h, rstd)
+    >>> dx is dresidual
+    False
+    >>> dresidual
+    array([[1., 1.]])
+    """
+    dx, dresidual, dweight, _ = backward(dy, dh, h, None, rstd, weight, alpha, axis, weight_offset, param_grads, out,
+                                         False, True)
+    return dx, dresidual, dweight

@@ -66,8 +66,30 @@ def digests():
                     wild = (dy.astype(np.float64) * scale).astype(np.float32)
                     for k, g in enumerate(gradients(norm, wild, x, w.astype(np.float64), axis=axis)):
                         yield [dtype, shape, axis, norm, "wide", k], g
+                yield from family(dtype, x, dy, w, b, axis)
             yield [dtype, "out float16"], fastnorm.layer_norm(x, axis=axis, out=np.empty(x.shape, np.float16))
             yield [dtype, "offset"], fastnorm.rms_norm(x, w, axis=axis, weight_offset=1.0)
+
+
+def family(dtype, x, dy, w, b, axis):
+    """The residual forms and batch_norm over the last axis."""
+    for name in ("add_layer_norm", "add_rms_norm"):
+        affine = (w, b) if name == "add_layer_norm" else (w,)
+        y, h, *statistics = getattr(fastnorm, f"{name}_forward")(x, dy, *affine, alpha=0.3, axis=axis)
+        grads = getattr(fastnorm, f"{name}_backward")(dy, x, h, *statistics, w, alpha=0.3, axis=axis)
+        for k, value in enumerate((y, h, *statistics, *grads)):
+            yield [dtype, x.shape, axis, name, k], value
+    for channel_axis in {0, x.ndim - 1}:
+        n = x.shape[channel_axis]
+        if x.size // n < 2:
+            continue
+        for training in (True, False):
+            running = np.full(n, 0.5), np.full(n, 2.0)
+            options = {"axis": channel_axis, "training": training}
+            y, mean, rstd = fastnorm.batch_norm_forward(x, None, None, *running, **options)
+            grads = fastnorm.batch_norm_backward(dy, x, mean, rstd, **options)
+            for k, value in enumerate((y, mean, rstd, *running, *grads)):
+                yield [dtype, x.shape, channel_axis, "batch_norm", training, k], value
 
 
 if __name__ == "__main__":

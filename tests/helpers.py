@@ -26,9 +26,10 @@ TESTS = Path(__file__).parent
 LONGEST = None
 
 
-def capped(sizes):
-    """Those sizes, lengths or shapes, that are not too long."""
-    return [n for n in sizes if LONGEST is None or np.prod(n) <= LONGEST]
+def capped(cases):
+    """Those lengths, shapes, or pairs of a shape and an axis, that are not too long."""
+    sizes = [np.prod(c[0] if isinstance(c, tuple) and isinstance(c[0], tuple) else c) for c in cases]
+    return [c for c, size in zip(cases, sizes, strict=True) if LONGEST is None or size <= LONGEST]
 
 
 def name_of(value):

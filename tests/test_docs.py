@@ -7,9 +7,11 @@ import pytest
 from helpers import ROOT, name_of
 
 import fastnorm
+from fastnorm import layers
 
 PUBLIC = [getattr(fastnorm, n) for n in fastnorm.__all__ if callable(getattr(fastnorm, n))]
 README = ROOT / "README.md"
+REFERENCE = ROOT / "docs" / "reference.rst"
 
 
 def parameters_of(function):
@@ -46,7 +48,8 @@ def test_docstrings_have_their_sections(function):
 
 
 @pytest.mark.skipif(not README.exists(), reason="no README.md beside the package")
-def test_the_code_of_the_readme_runs(threads):
+def test_the_code_of_the_readme_runs(threads, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     assert blocks
     names = {}
@@ -58,3 +61,9 @@ def test_the_code_of_the_readme_runs(threads):
 def test_links_of_the_readme_lead_somewhere():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", README.read_text()):
         assert (ROOT / target).exists(), target
+
+
+@pytest.mark.skipif(not REFERENCE.exists(), reason="no docs beside the package")
+def test_the_reference_lists_every_public_name():
+    listed = set(re.findall(r"^   (\w+)$", REFERENCE.read_text(), re.M))
+    assert {*fastnorm.__all__, *layers.__all__} - {"__version__"} <= listed

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "fastnorm"
 FLOORS = [
     {"fastnorm._cpu", "fastnorm._cuda"},
     {"fastnorm._backend", "fastnorm._arrays", "fastnorm._threads", "fastnorm._config"},
-    {"fastnorm._row_norm"},
-    {"fastnorm._layer_norm", "fastnorm._rms_norm"},
+    {"fastnorm._row_norm", "fastnorm._channel_norm"},
+    {"fastnorm._layer_norm", "fastnorm._rms_norm", "fastnorm._batch_norm"},
     {"fastnorm.layers"},
     {"fastnorm"},
 ]
@@ -89,9 +89,10 @@ def test_the_sources_of_all_floors_are_here():
 
 def test_the_wings_have_the_same_names_and_arguments():
     """By their sources: CuPy need not be here."""
-    python = (PACKAGE / "_cuda/row_norm.py").read_text()
-    cython = (PACKAGE / "_cpu/row_norm.pyx").read_text()
-    for name in ("row_norm_forward", "row_norm_backward"):
+    for name in ("row_norm_forward", "row_norm_backward", "channel_norm_forward", "channel_norm_backward"):
+        module = name.rsplit("_", 1)[0]
+        cython = (PACKAGE / f"_cpu/{module}.pyx").read_text()
+        python = (PACKAGE / f"_cuda/{module}.py").read_text()
         ours, theirs = (re.search(rf"^def {name}\(([^)]*)\):", text, re.M)[1] for text in (cython, python))
         assert [a.split()[-1] for a in ours.split(",")] == [a.strip() for a in theirs.split(",")]
     wings = [ast.parse((PACKAGE / w / "__init__.py").read_text()) for w in ("_cpu", "_cuda")]
@@ -105,7 +106,7 @@ def test_the_wings_have_the_same_names_and_arguments():
         for wing in wings
     ]
     # The CPU wing has threads and processor levels besides.
-    assert names[1] <= names[0] and len(names[1]) == 9
+    assert names[1] <= names[0] and len(names[1]) == 11
 
 
 def test_the_front_shows_exactly_its_names():

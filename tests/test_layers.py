@@ -8,9 +8,18 @@ from helpers import BFLOAT16, assert_same_bits
 
 import fastnorm
 from fastnorm import layers
-from fastnorm.layers import DeepNormScales, LayerNorm, PreNorm, RMSNorm, deepnorm_scales
+from fastnorm.layers import (
+    BatchNorm,
+    DeepNorm,
+    DeepNormScales,
+    LayerNorm,
+    PostNorm,
+    PreNorm,
+    RMSNorm,
+    deepnorm_scales,
+)
 
-LAYERS = [LayerNorm, RMSNorm]
+LAYERS = [LayerNorm, RMSNorm, BatchNorm]
 every_layer = pytest.mark.parametrize("kind", LAYERS, ids=lambda k: k.__name__)
 
 
@@ -43,7 +52,37 @@ def test_layers_are_their_functions(dtype, shape, normalized, rng):
     assert_same_bits((layer.backward(dy), layer.grad_weight), expected)
 
 
-@every_layer
+@pytest.mark.parametrize("shape, axis", [((6, 8), 1), ((3, 8, 4), 1), ((2, 3, 8), -1)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda d: d.__name__)
+def test_batch_norm_layers_are_their_function(dtype, shape, axis, rng):
+    x, dy = rng.standard_normal((2, *shape)).astype(dtype)
+    layer = BatchNorm(8, eps=1e-3, momentum=0.3, axis=axis)
+    layer.weight += rng.standard_normal(8)
+    layer.bias += rng.standard_normal(8)
+    running = np.zeros(8), np.ones(8)
+    for training in (True, True, False):
+        assert (layer.train() if training else layer.eval()) is layer and layer.training == training
+        options = {"axis": axis, "eps": 1e-3, "momentum": 0.3, "training": training}
+        y, mean, rstd = fastnorm.batch_norm_forward(x, layer.weight, layer.bias, *running, **options)
+        assert_same_bits(layer(x), y)
+        assert_same_bits((layer.running_mean, layer.running_var), running)
+        expected = fastnorm.batch_norm_backward(dy, x, mean, rstd, layer.weight, axis=axis, training=training)
+        assert_same_bits((layer.backward(dy), layer.grad_weight, layer.grad_bias), expected)
+
+
+def test_a_new_batch_norm_is_in_training_mode_with_running_statistics_of_its_dtype(rng):
+    layer = BatchNorm(3, dtype=np.float32)
+    assert layer.training and not layer.running_mean.any() and (layer.running_var == 1).all()
+    assert layer.running_mean.dtype == layer.running_var.dtype == layer.bias.dtype == np.float32
+    running_mean = layer.running_mean
+    layer(rng.standard_normal((5, 3)))
+    assert layer.running_mean is running_mean and running_mean.any() and running_mean.dtype == np.float32
+    with pytest.raises(ValueError, match="values per channel"):
+        layer(np.ones((1, 3)))
+    assert layer.eval()(np.ones((1, 3))).shape == (1, 3)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm], ids=lambda k: k.__name__)
 def test_parameters_start_at_one_and_zero_in_float64(kind):
     layer = kind((2, 3))
     assert layer.weight.shape == (2, 3) and layer.weight.dtype == np.float64 and (layer.weight == 1).all()
@@ -90,6 +129,21 @@ def test_gradients_are_replaced_by_the_next_backward(kind, rng):
 
 
 @every_layer
+def test_the_state_is_all_that_the_results_depend_on(kind, rng):
+    layer = trained(kind, rng)
+    x = rng.standard_normal((6, 8))
+    layer(x)
+    names = {"weight", "bias"} if kind is not RMSNorm else {"weight"}
+    assert set(layer.state_dict()) == names | ({"running_mean", "running_var"} if kind is BatchNorm else set())
+    other = kind(8)
+    other.load_state_dict(layer.state_dict())
+    if kind is BatchNorm:
+        layer.eval()
+        other.eval()
+    assert_same_bits(layer(x), other(x))
+
+
+@every_layer
 def test_state_goes_through_a_file(kind, rng, tmp_path):
     layer, other = trained(kind, rng, dtype=np.float32), kind(8, dtype=np.float32)
     state = layer.state_dict()
@@ -113,6 +167,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(kind, rng):
         ({**before, "more": np.ones(8)}, KeyError),
         ({**before, "weight": np.ones(7)}, ValueError),
         ({**before, layer._parameters[-1]: np.ones((1, 8))}, ValueError),
+        ({**{n: a + 1 for n, a in before.items()}, layer._parameters[-1]: ["a"] * 8}, ValueError),
     ):
         with pytest.raises(error):
             layer.load_state_dict(state)
@@ -128,8 +183,8 @@ def test_backward_and_update_need_what_comes_before(kind):
         layer.update(0.1)
 
 
-@every_layer
-@pytest.mark.parametrize("shape", [0, -1, (), (3, 0), 1.5, (2.0,), None, "3"], ids=repr)
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("shape", [0, True, -1, (), (3, 0), 1.5, (2.0,), None, "3"], ids=repr)
 def test_bad_shapes_are_refused(kind, shape):
     with pytest.raises((ValueError, TypeError)):
         kind(shape)
@@ -144,33 +199,102 @@ def test_bad_dtypes_are_refused(kind, dtype):
 
 @every_layer
 def test_input_of_another_width_is_refused(kind):
-    with pytest.raises(ValueError, match=r"weight: .*\(3,\).*\(4,\)"):
+    with pytest.raises(ValueError, match=r"weight: .*\(3,\).*4"):
         kind(3)(np.ones((2, 4)))
 
 
-@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm], ids=lambda k: k.__name__)
-def test_pre_norm_has_the_gradient_of_its_formula(norm, rng):
-    """Central differences through the block, the sublayer a linear map."""
+@pytest.mark.parametrize("number", [0, -2, 2.0, True, (3,), None], ids=repr)
+def test_a_bad_number_of_channels_is_refused(number):
+    with pytest.raises(ValueError, match="^num_features: "):
+        BatchNorm(number)
 
-    class Linear:
-        def __init__(self, matrix):
-            self.matrix = matrix
 
-        def forward(self, x):
-            self.x = x
-            return x @ self.matrix
+class Linear:
+    def __init__(self, matrix):
+        self.matrix = matrix
 
-        def backward(self, dy):
-            self.gradient = self.x.T @ dy
-            return dy @ self.matrix.T
+    def forward(self, x):
+        self.x = x
+        return x @ self.matrix
 
-        def update(self, learning_rate):
-            self.matrix -= learning_rate * self.gradient
+    def backward(self, dy):
+        self.gradient = self.x.T @ dy
+        return dy @ self.matrix.T
 
+    def update(self, learning_rate):
+        self.matrix -= learning_rate * self.gradient
+
+
+@pytest.mark.parametrize("norm", LAYERS, ids=lambda k: k.__name__)
+def test_pre_norm_is_its_formula(norm, rng):
     block = PreNorm(Linear(rng.standard_normal((5, 5))), trained(norm, rng, (3, 5)))
+    x = rng.standard_normal((3, 5))
+    np.testing.assert_allclose(block(x), x + block.norm(x) @ block.sublayer.matrix)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 2.5])
+@pytest.mark.parametrize("norm", LAYERS, ids=lambda k: k.__name__)
+def test_post_norm_is_its_formula(norm, alpha, rng):
+    """Fused with a norm over rows, and what the parts give with any other."""
+    block = PostNorm(Linear(rng.standard_normal((5, 5))), trained(norm, rng, (3, 5)), alpha)
+    x = rng.standard_normal((3, 5))
+    assert_same_bits(block(x), block.norm(x @ block.sublayer.matrix + alpha * x))
+
+
+def test_deep_norm_is_post_norm_with_a_layer_norm(rng):
+    matrix, x, dy = rng.standard_normal((5, 5)), *rng.standard_normal((2, 3, 5))
+    deep, post = DeepNorm(Linear(matrix), 5, alpha=1.7), PostNorm(Linear(matrix), LayerNorm(5), alpha=1.7)
+    assert isinstance(deep.norm, LayerNorm)
+    assert_same_bits(deep(x), post(x))
+    assert_same_bits(deep.backward(dy), post.backward(dy))
+    assert DeepNorm(Linear(matrix), (5,), alpha=2.0, dtype=np.float32).norm.weight.dtype == np.float32
+
+
+def test_a_sum_and_a_row_do_not_take_each_other_for_their_forward(rng):
+    layer = LayerNorm(5)
+    layer.forward_sum(*rng.standard_normal((2, 3, 5)))
+    with pytest.raises(RuntimeError, match="LayerNorm.backward: call forward first"):
+        layer.backward(np.ones((3, 5)))
+    layer(np.ones((3, 5)))
+    with pytest.raises(RuntimeError, match="LayerNorm.backward_sum: call forward_sum first"):
+        layer.backward_sum(np.ones((3, 5)))
+
+
+def test_the_state_of_a_block_is_that_of_its_parts(rng, tmp_path):
+    def make():
+        return PostNorm(LayerNorm(4), RMSNorm(4))
+
+    block, x = make(), rng.standard_normal((3, 4))
+    block.sublayer.bias += 1
+    block.norm.weight += rng.standard_normal(4)
+    assert set(block.state_dict()) == {"sublayer.weight", "sublayer.bias", "norm.weight"}
+    np.savez(tmp_path / "block.npz", **block.state_dict())
+    other = make()
+    with np.load(tmp_path / "block.npz") as stored:
+        other.load_state_dict(stored)
+    assert_same_bits(other(x), block(x))
+    for bad in ({"norm.weight": np.ones(4)}, {**block.state_dict(), "more": np.ones(4)}):
+        with pytest.raises(KeyError):
+            other.load_state_dict(bad)
+
+
+def test_a_norm_that_overrides_forward_is_called_by_it(rng):
+    class Doubled(LayerNorm):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    x = rng.standard_normal((3, 5))
+    matrix = rng.standard_normal((5, 5))
+    assert_same_bits(PostNorm(Linear(matrix), Doubled(5))(x), 2 * LayerNorm(5)(x @ matrix + 1.0 * x))
+
+
+@pytest.mark.parametrize("block", [PreNorm, PostNorm, lambda f, n: PostNorm(f, n, 1.7)], ids=["pre", "post", "deep"])
+@pytest.mark.parametrize("norm", LAYERS, ids=lambda k: k.__name__)
+def test_blocks_have_the_gradients_of_their_formulas(norm, block, rng):
+    """Central differences through the block, the sublayer a linear map."""
+    block = block(Linear(rng.standard_normal((5, 5))), trained(norm, rng, (3, 5)))
     x, dy = rng.standard_normal((2, 3, 5))
-    y = block(x)
-    np.testing.assert_allclose(y, x + block.norm(x) @ block.sublayer.matrix)
+    block(x)
     dx, wanted = block.backward(dy), np.empty_like(x)
     for i in np.ndindex(x.shape):
         step = np.zeros_like(x)

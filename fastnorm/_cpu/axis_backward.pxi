@@ -43,7 +43,7 @@ cdef inline void tile_gradient_step(const tile* x, const tile* dy, Py_ssize_t c,
 
 cdef void tile_gradient_sums(const job* j, const tile* x, const tile* dy, bint centered, tile_scratch* w) noexcept nogil:
     """OUT w.total_s, total_q, total_p: of d, wdy and wdy * d."""
-    cdef in_real weight = <in_real>j.weight
+    cdef in_real weight = column_weight(j)
     cdef Py_ssize_t block = 0, step
     cdef int l
     memset(&w.total_s, 0, sizeof(tile_totals))
@@ -102,9 +102,11 @@ cdef inline void add_column(const job* j, Py_ssize_t r, Py_ssize_t n, Py_ssize_t
         n -= part
 
 
-cdef inline void tile_gradient_column(const real* x, const real* dy, real* dx, Py_ssize_t n, const tile_scratch* w,
-                                      const real* weight, bint centered, bint stream, real* products) noexcept nogil:
-    """dx and dy * x_hat of one column of n rows."""
+cdef inline void tile_gradient_column(const real* x, const real* dy, const real* dh, real* dx, real* dresidual, Py_ssize_t n,
+                                      const tile_scratch* w, const real* weight, real alpha, bint by_row, bint centered,
+                                      bint stream,
+                                      real* products) noexcept nogil:
+    """dx, dresidual and dy * x_hat of one column of n rows."""
     cdef lanes zero = lanes_fill(0)
     cdef lanes wl = lanes_fill(weight[0]) if weight != NULL else zero
     cdef lanes d, g, t
@@ -120,55 +122,102 @@ cdef inline void tile_gradient_column(const real* x, const real* dy, real* dx, P
         g = lanes_load_part(dy + i, part, zero)
         lanes_store(products + i, lanes_mul(g, lanes_mul(d, lanes_load(w.rstd + i))))
         t = dx_lanes(d, g, wl, lanes_load(w.rstd + i), lanes_load(w.c1 + i), lanes_load(w.c2 + i), centered, weight != NULL)
+        if by_row:
+            t = lanes_mul(t, lanes_load(w.weight + i))
+        if dh != NULL:
+            t = lanes_add(t, lanes_load_part(dh + i, part, zero))
         if stream and part == LANES:
             lanes_stream(dx + i, t)
         else:
             lanes_store_part_as(<char*>dx, i, part, t, ST_REAL)
+        if dresidual != NULL:
+            lanes_store_part_as(<char*>dresidual, i, part, lanes_mul(t, lanes_fill(alpha)), ST_REAL)
         i += part
 
 
+# A result of a tile, column by column.
+cdef struct tile_output:
+    const view* v          # NULL: not wanted
+    char* base
+    bint plain             # in place, or by way of a column of scratch
+    real* scratch
+
+
+cdef inline tile_output open_output(const view* v, Py_ssize_t r, real* scratch) noexcept nogil:
+    cdef tile_output out
+    out.v = v if v.data != NULL else NULL
+    out.base = row_start(v, r) if v.data != NULL else NULL
+    out.plain = v.data != NULL and v.type == ST_REAL and not v.swapped
+    out.scratch = scratch
+    return out
+
+
+cdef inline char* output_column(const tile_output* out, Py_ssize_t c) noexcept nogil:
+    return out.base + offset(out.v.col_ndim, out.v.col_shape, out.v.col_strides, c)
+
+
+cdef inline real* begin_column(const tile_output* out, Py_ssize_t c) noexcept nogil:
+    """Where column c is computed; NULL if it is not wanted."""
+    if out.v == NULL:
+        return NULL
+    return <real*>output_column(out, c) if out.plain else out.scratch
+
+
+cdef inline void end_column(const tile_output* out, Py_ssize_t c, Py_ssize_t n) noexcept nogil:
+    if out.v != NULL and not out.plain:
+        store_run(output_column(out, c), out.v.itemsize, out.v.type, out.v.swapped, n, out.scratch)
+
+
 cdef void tile_backward(const job* j, Py_ssize_t r, Py_ssize_t n, tile_scratch* w) noexcept nogil:
-    cdef in_real weight = <in_real>j.weight
+    cdef in_real weight = column_weight(j)
     cdef tile x = open_tile(&j.x, r, n, w.x_columns)
     cdef tile dy = open_tile(&j.dy, r, n, w.dy_columns)
-    cdef const view* v = &j.dx
-    cdef char* base = row_start(v, r)
-    cdef char* p
+    cdef tile dh
+    cdef tile_output dx = open_output(&j.dx, r, w.out_column)
+    cdef tile_output dresidual = open_output(&j.dresidual, r, w.dresidual_column)
     cdef const real* dy_column
-    cdef bint plain = v.type == ST_REAL and not v.swapped
-    cdef bint stream
-    cdef real* dx
+    cdef const real* dh_column = NULL
+    cdef real* dx_column
+    cdef bint stream, by_row = j.by_row and j.weight != NULL
     cdef Py_ssize_t c, i
+    if j.dh.data != NULL:
+        dh = open_tile(&j.dh, r, n, w.dy_columns)
     memset(w.hi, 0, sizeof(w.hi))
     if j.centered:
         memcpy(w.hi, <real*>j.mean + r, n * sizeof(real))
     memcpy(w.rstd, <real*>j.rstd + r, n * sizeof(real))
-    # The flags as literals: two bodies, each without the branch.
+    # The flags as literals: two bodies, each without the branches.
     if j.centered:
         tile_gradient_sums(j, &x, &dy, True, w)
     else:
         tile_gradient_sums(j, &x, &dy, False, w)
     for i in range(n):
-        settle_gradient(tile_total(&w.total_s, i), tile_total(&w.total_q, i), tile_total(&w.total_p, i), j.n_cols, j.centered,
-                        w.rstd[i], &w.lo[i], &w.c1[i], &w.c2[i])
-    for c in range(j.n_cols):
-        p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
-        dx = <real*>p if plain else w.out_column
-        stream = j.stream and plain and <size_t>p % sizeof(real) == 0
+        settle_gradient(j, r + i, tile_total(&w.total_s, i), tile_total(&w.total_q, i), tile_total(&w.total_p, i),
+                        j.centered, w.rstd[i], &w.lo[i], &w.c1[i], &w.c2[i])
+    if j.dx.data == NULL:
+        return
+    tile_parameters(j, &x, w)
+    # Backwards, as tile_apply().
+    for c in range(j.n_cols - 1, -1, -1):
+        dx_column = begin_column(&dx, c)
+        stream = j.stream and dx.plain and <size_t>dx_column % sizeof(real) == 0
         dy_column = tile_column(&dy, c, 0)
+        if j.dh.data != NULL:
+            # Another slot of what dy uses, too.
+            dh_column = tile_column(&dh, c, 1)
         # dx may be dy: what dbias needs is added up first.
         if j.dbias_partial != NULL and j.centered:
             add_column(j, r, n, c, dy_column, j.dbias_partial)
         if j.centered:
-            tile_gradient_column(tile_column(&x, c, 0), dy_column, dx, n, w, weight + c if weight != NULL else NULL,
-                                 True, stream, w.p)
+            tile_gradient_column(tile_column(&x, c, 0), dy_column, dh_column, dx_column, begin_column(&dresidual, c), n, w,
+                                 at_column(weight, c), <real>j.alpha, by_row, True, stream, w.p)
         else:
-            tile_gradient_column(tile_column(&x, c, 0), dy_column, dx, n, w, weight + c if weight != NULL else NULL,
-                                 False, stream, w.p)
+            tile_gradient_column(tile_column(&x, c, 0), dy_column, dh_column, dx_column, begin_column(&dresidual, c), n, w,
+                                 at_column(weight, c), <real>j.alpha, by_row, False, stream, w.p)
         if j.dweight_partial != NULL:
             add_column(j, r, n, c, w.p, j.dweight_partial)
-        if not plain:
-            store_run(p, v.itemsize, v.type, v.swapped, n, dx)
+        end_column(&dx, c, n)
+        end_column(&dresidual, c, n)
 
 
 cdef void axis_backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept nogil:
@@ -180,7 +229,11 @@ cdef void axis_backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noex
         backward(j, chunk0, chunk1)
         return
     while r < end:
-        most = min(end - r, run_left(&j.x, r), run_left(&j.dy, r), run_left(&j.dx, r))
+        most = min(end - r, rows_left(&j.x, r), rows_left(&j.dy, r), rows_left(&j.dx, r))
+        if j.dh.data != NULL:
+            most = min(most, rows_left(&j.dh, r))
+        if j.dresidual.data != NULL:
+            most = min(most, rows_left(&j.dresidual, r))
         n = to_whole_lines(&j.dx, r, min(most, <Py_ssize_t>TILE), most)
         if n < most:
             n = n // GROUP * GROUP

@@ -31,19 +31,21 @@ cdef struct tile_scratch:
     real[8 * TILE] x_columns
     real[8 * TILE] dy_columns
     real[TILE + 16] out_column
+    real[TILE + 16] dresidual_column
     # Room for a lane group from any row.
     real[TILE + 16] hi
     real[TILE + 16] lo
     real[TILE + 16] rstd
+    real[TILE + 16] weight # of the rows, where they have one each
+    real[TILE + 16] bias
     real[TILE + 16] c1
     real[TILE + 16] c2
     tile_totals total_s, total_q, total_p
 
 
-cdef inline Py_ssize_t run_left(const view* v, Py_ssize_t r) noexcept nogil:
+cdef inline Py_ssize_t rows_left(const view* v, Py_ssize_t r) noexcept nogil:
     """Rows from r on that lie next to each other."""
-    cdef Py_ssize_t length = v.row_shape[v.row_ndim - 1]
-    return length - r % length
+    return run_left(v.row_ndim, v.row_shape, r)
 
 
 cdef inline Py_ssize_t to_whole_lines(const view* out, Py_ssize_t r, Py_ssize_t n, Py_ssize_t most) noexcept nogil:
@@ -168,48 +170,57 @@ cdef void tile_sums(const tile* t, Py_ssize_t n_cols, bint centered, tile_scratc
 cdef int tile_settle(const job* j, const tile* t, bint last, tile_scratch* w) noexcept nogil:
     """settle() of every row; the worst verdict."""
     cdef Py_ssize_t i
-    cdef double mean = 0, rstd = 0
+    cdef double mean = 0, variance = 0, rstd = 0
     cdef int verdict, worst = SETTLED
     for i in range(t.n):
         verdict = settle(tile_total(&w.total_s, i), tile_total(&w.total_q, i), j.n_cols, j.eps,
-                         j.centered, last, &w.hi[i], &w.lo[i], &mean, &rstd)
+                         j.centered, last, &w.hi[i], &w.lo[i], &mean, &variance, &rstd)
         worst = max(worst, verdict)
         w.rstd[i] = <real>rstd
         if verdict == SETTLED:
-            save_statistics(j, t.r + i, mean, rstd)
+            save_statistics(j, t.r + i, mean, variance, rstd)
     return worst
 
 
 cdef inline lanes tile_y(const real* x, Py_ssize_t i, Py_ssize_t n, const tile_scratch* w, lanes weight, lanes bias,
-                         bint weighted, bint biased, bint centered) noexcept nogil:
+                         bint weighted, bint biased, bint centered, bint by_row) noexcept nogil:
     """y of n rows from i on at one column, at most LANES."""
     cdef lanes t = x_hat(lanes_load_part(x + i, n, weight), lanes_load(w.hi + i), lanes_load(w.lo + i),
                          lanes_load(w.rstd + i), centered)
     if weighted:
-        t = lanes_mul(t, weight)
+        t = lanes_mul(t, lanes_load(w.weight + i) if by_row else weight)
     if biased:
-        t = lanes_add(t, bias)
+        t = lanes_add(t, lanes_load(w.bias + i) if by_row else bias)
     return t
 
 
 cdef inline void tile_apply_column(const real* x, real* y, Py_ssize_t n, const tile_scratch* w, const real* weight,
-                                   const real* bias, bint centered, bint stream) noexcept nogil:
-    """One column of n rows."""
-    cdef lanes wl = lanes_fill(weight[0]) if weight != NULL else lanes_fill(0)
-    cdef lanes bl = lanes_fill(bias[0]) if bias != NULL else lanes_fill(0)
+                                   const real* bias, bint centered, bint by_row, bint stream) noexcept nogil:
+    """One column of n rows. by_row: what weight and bias point to stands in w."""
+    cdef bint weighted = weight != NULL, biased = bias != NULL
+    cdef lanes wl = lanes_fill(weight[0]) if weighted and not by_row else lanes_fill(0)
+    cdef lanes bl = lanes_fill(bias[0]) if biased and not by_row else lanes_fill(0)
     cdef Py_ssize_t i = 0
     if stream:
         # Whole cache lines only; y may start inside one.
         i = min(n, values_to_line(<char*>y, ST_REAL))
-        lanes_store_part_as(<char*>y, 0, i, tile_y(x, 0, i, w, wl, bl, weight != NULL, bias != NULL, centered), ST_REAL)
+        lanes_store_part_as(<char*>y, 0, i, tile_y(x, 0, i, w, wl, bl, weighted, biased, centered, by_row), ST_REAL)
         while i + LANES <= n:
-            lanes_stream(y + i, tile_y(x, i, LANES, w, wl, bl, weight != NULL, bias != NULL, centered))
+            lanes_stream(y + i, tile_y(x, i, LANES, w, wl, bl, weighted, biased, centered, by_row))
             i += LANES
     else:
         while i + LANES <= n:
-            lanes_store(y + i, tile_y(x, i, LANES, w, wl, bl, weight != NULL, bias != NULL, centered))
+            lanes_store(y + i, tile_y(x, i, LANES, w, wl, bl, weighted, biased, centered, by_row))
             i += LANES
-    lanes_store_part_as(<char*>y, i, n - i, tile_y(x, i, n - i, w, wl, bl, weight != NULL, bias != NULL, centered), ST_REAL)
+    lanes_store_part_as(<char*>y, i, n - i, tile_y(x, i, n - i, w, wl, bl, weighted, biased, centered, by_row), ST_REAL)
+
+
+cdef void tile_parameters(const job* j, const tile* x, tile_scratch* w) noexcept nogil:
+    """weight and bias of the rows, where they have one each."""
+    if j.by_row and j.weight != NULL:
+        memcpy(w.weight, <in_real>j.weight + x.r, x.n * sizeof(real))
+    if j.by_row and j.bias != NULL:
+        memcpy(w.bias, <in_real>j.bias + x.r, x.n * sizeof(real))
 
 
 cdef void tile_apply(const job* j, const tile* x, tile_scratch* w) noexcept nogil:
@@ -223,24 +234,44 @@ cdef void tile_apply(const job* j, const tile* x, tile_scratch* w) noexcept nogi
     cdef bint stream
     cdef real* y
     cdef Py_ssize_t c
-    for c in range(j.n_cols):
+    tile_parameters(j, x, w)
+    # Backwards: the sums ended at the last column, and what was read last is still in the cache.
+    for c in range(j.n_cols - 1, -1, -1):
         column = tile_column(x, c, 0)
         p = base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
         y = <real*>p if plain else w.out_column
         stream = j.stream and plain and <size_t>p % sizeof(real) == 0
-        # The flag as a literal: two bodies, each without the branch.
-        if j.centered:
-            tile_apply_column(column, y, x.n, w, weight + c if weight != NULL else NULL,
-                              bias + c if bias != NULL else NULL, True, stream)
+        # The flags as literals: a body for each, without the branches.
+        if j.by_row:
+            tile_apply_column(column, y, x.n, w, weight, bias, True, True, stream)
+        elif j.centered:
+            tile_apply_column(column, y, x.n, w, at_column(weight, c), at_column(bias, c), True, False, stream)
         else:
-            tile_apply_column(column, y, x.n, w, weight + c if weight != NULL else NULL,
-                              bias + c if bias != NULL else NULL, False, stream)
+            tile_apply_column(column, y, x.n, w, at_column(weight, c), at_column(bias, c), False, False, stream)
         if not plain:
             store_run(p, v.itemsize, v.type, v.swapped, x.n, y)
 
 
+cdef void tile_add(const job* j, const tile* x, tile_scratch* w) noexcept nogil:
+    """The sum, for the rows of a tile."""
+    cdef tile a = open_tile(&j.addend, x.r, x.n, w.x_columns)
+    cdef tile b = open_tile(&j.residual, x.r, x.n, w.dy_columns)
+    cdef const view* v = &j.x
+    cdef char* p
+    cdef bint plain = v.type == ST_REAL and not v.swapped
+    cdef Py_ssize_t c
+    for c in range(j.n_cols):
+        p = <char*>x.base + offset(v.col_ndim, v.col_shape, v.col_strides, c)
+        add_block(<const char*>tile_column(&a, c, 0), <const char*>tile_column(&b, c, 0), p if plain else <char*>w.out_column,
+                  x.n, <real>j.alpha, ST_REAL)
+        if not plain:
+            store_run(p, v.itemsize, v.type, v.swapped, x.n, w.out_column)
+
+
 cdef void tile_forward(const job* j, const tile* x, tile_scratch* w) noexcept nogil:
     cdef int verdict
+    if is_sum(j):
+        tile_add(j, x, w)
     memset(w.lo, 0, sizeof(w.lo))
     memset(w.hi, 0, sizeof(w.hi))
     if j.centered:
@@ -255,7 +286,7 @@ cdef void tile_forward(const job* j, const tile* x, tile_scratch* w) noexcept no
         tile_apply(j, x, w)
     else:
         # Rare: a row needs its own scale. Row by row then, with the same bits.
-        forward(j, x.r, x.r + x.n)
+        sums_forward(j, x.r, x.r + x.n)
 
 
 cdef void axis_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
@@ -268,9 +299,33 @@ cdef void axis_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogi
         forward(j, r0, r1)
         return
     while r0 < r1:
-        most = min(r1 - r0, run_left(&j.x, r0), run_left(&j.y, r0))
+        most = min(r1 - r0, rows_left(&j.x, r0), rows_left(&j.y, r0))
+        if is_sum(j):
+            most = min(most, rows_left(&j.addend, r0), rows_left(&j.residual, r0))
         x = open_tile(&j.x, r0, to_whole_lines(&j.y, r0, min(most, <Py_ssize_t>TILE), most), w.x_columns)
         tile_forward(j, &x, w)
+        r0 += x.n
+    if j.stream:
+        stream_fence()
+    free(w)
+
+
+cdef void axis_evaluate(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+    """As evaluate(), for views whose rows are contiguous: one row for each channel."""
+    cdef tile_scratch* w = <tile_scratch*>malloc(sizeof(tile_scratch))
+    cdef tile x
+    cdef Py_ssize_t most
+    if w == NULL:
+        # Slow, but right.
+        evaluate(j, r0, r1)
+        return
+    while r0 < r1:
+        most = min(r1 - r0, rows_left(&j.x, r0), rows_left(&j.y, r0))
+        x = open_tile(&j.x, r0, to_whole_lines(&j.y, r0, min(most, <Py_ssize_t>TILE), most), w.x_columns)
+        memcpy(w.hi, <in_real>j.given_hi + r0, x.n * sizeof(real))
+        memcpy(w.lo, <in_real>j.given_lo + r0, x.n * sizeof(real))
+        memcpy(w.rstd, <in_real>j.given_rstd + r0, x.n * sizeof(real))
+        tile_apply(j, &x, w)
         r0 += x.n
     if j.stream:
         stream_fence()

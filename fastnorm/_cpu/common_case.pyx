@@ -9,9 +9,9 @@ from libc.stdlib cimport free, malloc
 cimport numpy as cnp
 
 from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
-from fastnorm._cpu.kernels cimport MAX_DIMS, job, kernels
-from fastnorm._cpu.row_norm cimport (STREAM_BYTES, bfloat16_number, finish_sums, open_contiguous, open_partials, run_backward,
-                                     run_forward)
+from fastnorm._cpu.kernels cimport MAX_DIMS, job, kernels, view
+from fastnorm._cpu.row_norm cimport (STREAM_BYTES, bfloat16_number, finish_sums, open_contiguous, open_nothing_else,
+                                     open_partials, run_backward, run_forward)
 
 cnp.import_array()
 
@@ -67,6 +67,11 @@ cdef inline int real_number(int type_num) noexcept:
     return cnp.NPY_FLOAT32 if type_num == cnp.NPY_FLOAT16 or type_num == bfloat16_number() else -1
 
 
+cdef inline void open_like_x(job* j, view* v, void* data) noexcept:
+    """An array of the shape and type of x."""
+    open_contiguous(v, data, j.x.type, j.n_rows, j.n_cols, j.x.itemsize)
+
+
 cdef const kernels* open_common(job* j, object x) except? NULL:
     """NULL if x is not the common case."""
     cdef cnp.ndarray a
@@ -87,6 +92,7 @@ cdef const kernels* open_common(job* j, object x) except? NULL:
                     ST_FLOAT32 if type_num == cnp.NPY_FLOAT32 else ST_FLOAT64 if type_num == cnp.NPY_FLOAT64
                     else ST_FLOAT16 if type_num == cnp.NPY_FLOAT16 else ST_BFLOAT16,
                     j.n_rows, j.n_cols, cnp.PyArray_ITEMSIZE(a))
+    open_nothing_else(j)
     return float32_kernels if real_num == cnp.NPY_FLOAT32 else float64_kernels
 
 
@@ -108,10 +114,24 @@ cdef inline cnp.ndarray new_column(cnp.ndarray x, int real_num):
     return cnp.PyArray_EMPTY(ndim, shape, real_num, 0)
 
 
-cdef object common_forward(object x, object weight, object bias, object eps, object out, bint centered, bint with_statistics):
+cdef inline bint is_finite(object a) noexcept:
+    return type(a) is float and <double>a - <double>a == 0.0
+
+
+cdef cnp.ndarray output_or_new(object out, cnp.ndarray x, cnp.ndarray other):
+    """out, or a new array if it is None, which may be x or other; None if it is not the common case."""
+    if out is None:
+        return new_like(x)
+    if not is_output(out, x) or not same_or_apart(<cnp.ndarray>out, x):
+        return None
+    return <cnp.ndarray>out if other is None or same_or_apart(<cnp.ndarray>out, other) else None
+
+
+cdef object common_forward(object x, object residual, object alpha, object weight, object bias, object eps, object out,
+                           object residual_out, bint centered, bint with_statistics, bint fused):
     cdef job j
     cdef const kernels* k = open_common(&j, x)
-    cdef cnp.ndarray xa, y, mean = None, rstd = None
+    cdef cnp.ndarray xa, ra = None, y, h = None, mean = None, rstd = None
     cdef int type_num, real_num
     cdef float* widened = NULL
     cdef bint widen_weight, widen_bias
@@ -126,14 +146,18 @@ cdef object common_forward(object x, object weight, object bias, object eps, obj
     if (not 0 <= j.eps < float("inf") or (widen_weight and not is_row(weight, type_num, j.n_cols))
             or (widen_bias and not is_row(bias, type_num, j.n_cols))):
         return None
-    if out is None:
-        y = new_like(xa)
-    else:
-        if not is_output(out, xa):
+    if fused:
+        if not is_plain(residual, type_num) or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>residual, xa) or not is_finite(alpha):
             return None
-        y = <cnp.ndarray>out
-        if not (same_or_apart(y, xa) and apart(y, weight) and apart(y, bias)):
+        ra = <cnp.ndarray>residual
+        h = output_or_new(residual_out, xa, ra)
+        if h is None or (residual_out is not None and not (apart(h, weight) and apart(h, bias))):
             return None
+    y = output_or_new(out, xa, ra)
+    if y is None or (out is not None and not (apart(y, weight) and apart(y, bias))):
+        return None
+    if fused and (out is not None or residual_out is not None) and not apart(y, h):
+        return None
     j.mean = j.rstd = NULL
     if with_statistics:
         rstd = new_column(xa, real_num)
@@ -144,15 +168,20 @@ cdef object common_forward(object x, object weight, object bias, object eps, obj
     j.centered = centered
     j.weight = data(weight)
     j.bias = data(bias)
-    j.y = j.x
-    j.y.data = <char*>cnp.PyArray_DATA(y)
+    open_like_x(&j, &j.y, cnp.PyArray_DATA(y))
     j.stream = cnp.PyArray_NBYTES(y) >= STREAM_BYTES and j.y.data != j.x.data
-    if not widen_weight and not widen_bias:
-        run_forward(k, &j)
-        return (y, mean, rstd) if with_statistics else y
-    widened = <float*>malloc(2 * j.n_cols * sizeof(float))
-    if widened == NULL:
-        raise MemoryError
+    if fused:
+        # What is normalized is h; x is added to it.
+        open_like_x(&j, &j.addend, j.x.data)
+        open_like_x(&j, &j.residual, cnp.PyArray_DATA(ra))
+        j.x.data = <char*>cnp.PyArray_DATA(h)
+        j.alpha = <double>alpha
+        j.stream = (j.stream and j.y.data != j.residual.data and j.x.data != j.addend.data
+                    and j.x.data != j.residual.data)
+    if widen_weight or widen_bias:
+        widened = <float*>malloc(2 * j.n_cols * sizeof(float))
+        if widened == NULL:
+            raise MemoryError
     try:
         if widen_weight:
             load_run(<const char*>j.weight, 2, j.x.type, False, j.n_cols, widened)
@@ -163,6 +192,8 @@ cdef object common_forward(object x, object weight, object bias, object eps, obj
         run_forward(k, &j)
     finally:
         free(widened)
+    if fused:
+        return (y, h, mean, rstd) if with_statistics else (y, h)
     return (y, mean, rstd) if with_statistics else y
 
 
@@ -171,11 +202,11 @@ cdef inline cnp.ndarray new_row(const job* j, int type_num):
     return cnp.PyArray_EMPTY(1, &n, type_num, 0)
 
 
-cdef object common_backward(object dy, object x, object mean, object rstd, object weight, bint param_grads, object out,
-                            bint centered):
+cdef object common_backward(object dy, object dh, object x, object mean, object rstd, object weight, object alpha,
+                            bint param_grads, object out, bint centered, bint fused):
     cdef job j
     cdef const kernels* k = open_common(&j, x)
-    cdef cnp.ndarray xa, dx, dweight = None, dbias = None
+    cdef cnp.ndarray xa, dx, dresidual = None, dweight = None, dbias = None
     cdef double* partials
     cdef int type_num, real_num
     if k == NULL:
@@ -190,33 +221,37 @@ cdef object common_backward(object dy, object x, object mean, object rstd, objec
         return None
     if not is_column(rstd, real_num, xa) or (centered and not is_column(mean, real_num, xa)):
         return None
-    if out is None:
-        dx = new_like(xa)
-    else:
-        if not is_output(out, xa):
-            return None
-        dx = <cnp.ndarray>out
-        if not (same_or_apart(dx, xa) and same_or_apart(dx, <cnp.ndarray>dy) and apart(dx, weight) and apart(dx, rstd)
-                and (not centered or apart(dx, mean))):
-            return None
+    if dh is not None and (not is_plain(dh, type_num) or not cnp.PyArray_SAMESHAPE(<cnp.ndarray>dh, xa)):
+        return None
+    if fused and not is_finite(alpha):
+        return None
+    dx = output_or_new(out, xa, <cnp.ndarray>dy)
+    if dx is None or (out is not None and not (apart(dx, weight) and apart(dx, rstd) and (not centered or apart(dx, mean))
+                                               and (dh is None or same_or_apart(dx, <cnp.ndarray>dh)))):
+        return None
     j.centered = centered
     j.mean = data(mean) if centered else NULL
     j.rstd = data(rstd)
-    j.dy = j.dx = j.x
-    j.dy.data = <char*>data(dy)
-    j.dx.data = <char*>cnp.PyArray_DATA(dx)
+    open_like_x(&j, &j.dy, data(dy))
+    open_like_x(&j, &j.dx, cnp.PyArray_DATA(dx))
     # As in row_norm_backward.
     j.stream = cnp.PyArray_NBYTES(dx) >= STREAM_BYTES // 4 and j.dx.data != j.x.data and j.dx.data != j.dy.data
+    if dh is not None:
+        open_like_x(&j, &j.dh, data(dh))
+        j.stream = j.stream and j.dx.data != j.dh.data
+    if fused:
+        dresidual = new_like(xa)
+        open_like_x(&j, &j.dresidual, cnp.PyArray_DATA(dresidual))
+        j.alpha = <double>alpha
     partials = open_partials(&j, k, param_grads)
     try:
         run_backward(k, &j)
-        if not param_grads:
-            return dx, None, None
-        dweight = new_row(&j, real_num if weight is None else cnp.PyArray_TYPE(<cnp.ndarray>weight))
-        finish_sums(&j, k, j.dweight_partial, dweight)
-        if centered:
-            dbias = new_row(&j, cnp.PyArray_TYPE(<cnp.ndarray>dweight))
-            finish_sums(&j, k, j.dbias_partial, dbias)
-        return dx, dweight, dbias
+        if param_grads:
+            dweight = new_row(&j, real_num if weight is None else cnp.PyArray_TYPE(<cnp.ndarray>weight))
+            finish_sums(&j, k, j.dweight_partial, dweight)
+            if centered:
+                dbias = new_row(&j, cnp.PyArray_TYPE(<cnp.ndarray>dweight))
+                finish_sums(&j, k, j.dbias_partial, dbias)
+        return dx, dresidual, dweight, dbias
     finally:
         free(partials)

@@ -1,8 +1,17 @@
 """What the halls need to know of NumPy arrays, or do with them, besides computing."""
+import numpy as np
+
+from fastnorm._cpu.row_norm import round_doubles
 
 
 def copy(source, target):
-    target[...] = source
+    if source.dtype == np.float64 and target.dtype.name == "bfloat16":
+        narrow = np.empty(source.shape, target.dtype.newbyteorder("="))
+        round_doubles(np.ascontiguousarray(source), narrow)
+        source = narrow
+    # What is too large for a narrower type becomes infinity, as in the kernels, without a warning.
+    with np.errstate(all="ignore"):
+        target[...] = source
 
 
 def fill(target, value):

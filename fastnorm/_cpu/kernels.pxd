@@ -26,14 +26,28 @@ cdef struct job:
     bint centered          # about the mean (layer_norm) or about zero (rms_norm)
     bint stream            # store past the cache
     double eps
-    view x                 # IN
+    view x                 # IN  what is normalized; OUT first of all where it is a sum
     view y                 # OUT forward
     view dy                # IN  backward
-    view dx                # OUT backward
+    view dx                # OUT backward; data is NULL if only the sums are wanted
+    # Residual forms: x = addend + alpha * residual in forward; dh is added to dx, alpha times that is dresidual in
+    # backward. Of what is not there, data is NULL.
+    view addend, residual, dh, dresidual
+    double alpha
     const void* weight     # IN  real[n_cols] or NULL
     const void* bias       # IN  real[n_cols] or NULL
     void* mean             # real[n_rows] or NULL: OUT forward, IN backward
     void* rstd             # real[n_rows] or NULL: OUT forward, IN backward
+    # Channels: rows whose weight and bias (real[n_channels]) are those of the row; row r is of channel r % n_channels.
+    bint by_row
+    Py_ssize_t n_channels
+    double* moments        # OUT forward: double[2, n_rows], mean and variance, or NULL
+    double* row_sums       # OUT backward: double[2, n_rows], dweight and dbias, or NULL
+    bint constant          # backward: the statistics do not depend on x
+    # Evaluation: IN real[n_channels], the mean in two parts and rstd.
+    const void* given_hi
+    const void* given_lo
+    const void* given_rstd
     # Backward: a chunk of rows adds up its dweight and dbias here. NULL: not wanted.
     Py_ssize_t rows_per_chunk
     Py_ssize_t partial_cols   # n_cols, or a little more
@@ -48,6 +62,7 @@ cdef struct row_statistics:
 # Rows in forward, chunks of rows in backward.
 ctypedef void (*parts_kernel)(const job* j, Py_ssize_t begin, Py_ssize_t end) noexcept nogil
 # Pieces of one long row, for several threads.
+ctypedef void (*add_kernel)(const job* j, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil
 ctypedef double (*first_mean_kernel)(const job* j, Py_ssize_t r) noexcept nogil
 ctypedef void (*forward_sums_kernel)(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1,
                                      double hi, double* sums) noexcept nogil
@@ -63,6 +78,7 @@ ctypedef void (*backward_apply_kernel)(const job* j, Py_ssize_t c0, Py_ssize_t c
 
 cdef struct kernels:
     parts_kernel forward
+    add_kernel add
     first_mean_kernel first_mean
     forward_sums_kernel forward_sums
     forward_settle_kernel forward_settle
@@ -74,3 +90,6 @@ cdef struct kernels:
     # The same for rows that lie next to each other in memory.
     parts_kernel axis_forward
     parts_kernel axis_backward
+    # Forward with statistics that are given.
+    parts_kernel evaluate
+    parts_kernel axis_evaluate

@@ -141,6 +141,20 @@ APART lanes lanes_load_tail(const real *p, ptrdiff_t n, lanes fill) {
     else
         fill.v[0] = (vec)_mm512_mask_loadu_pd((__m512d)fill.v[0], (__mmask8)mask, p);
     return fill;
+#elif defined(__AVX2__) && REAL_BYTES == 4
+    static const int mask[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+    for (int k = 0; k < 2; k++) {
+        __m256i m = _mm256_loadu_si256((const __m256i *)(mask + 16 - n + 8 * k));
+        fill.v[k] = (vec)_mm256_blendv_ps((__m256)fill.v[k], _mm256_maskload_ps((const float *)p + 8 * k, m), (__m256)m);
+    }
+    return fill;
+#elif defined(__AVX2__)
+    static const long long mask[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    for (int k = 0; k < 2; k++) {
+        __m256i m = _mm256_loadu_si256((const __m256i *)(mask + 8 - n + 4 * k));
+        fill.v[k] = (vec)_mm256_blendv_pd((__m256d)fill.v[k], _mm256_maskload_pd((const double *)p + 4 * k, m), (__m256d)m);
+    }
+    return fill;
 #else
     real t[LANES];
     lanes_store(t, fill);
@@ -159,7 +173,12 @@ APART void lanes_store_tail(real *p, ptrdiff_t n, lanes a) {
 #else
     real t[LANES];
     lanes_store(t, a);
-    for (ptrdiff_t k = 0; k < n; k++) ((real_anywhere *)p)[k] = t[k];
+    /* Halves by memcpy of a constant size: a register each, where a loop would go one by one. */
+    const real *q = t;
+    if (n & 8) { memcpy(p, q, 8 * sizeof(real)); p += 8; q += 8; }
+    if (n & 4) { memcpy(p, q, 4 * sizeof(real)); p += 4; q += 4; }
+    if (n & 2) { memcpy(p, q, 2 * sizeof(real)); p += 2; q += 2; }
+    if (n & 1) memcpy(p, q, sizeof(real));
 #endif
 }
 

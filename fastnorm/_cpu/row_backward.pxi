@@ -3,20 +3,27 @@
     dx = rstd * (wdy - c2 - x_hat * c1),  c1 = mean(wdy * x_hat),  c2 = mean(wdy)
     dweight = sum over rows of dy * x_hat,  dbias = sum over rows of dy
 
-rms_norm (centered is false): mean = lo = c2 = 0. The saved mean is rounded; lo, the mean of
+rms_norm (centered is false): mean = lo = c2 = 0. A gradient dh that arrives at x itself is added to dx, and
+alpha times the result is dresidual (residual forms). The saved mean is rounded; lo, the mean of
 x - mean, gives back what it lost. Two sweeps over a group of rows: the sums of each row, then dx
 of all of them column by column, so that dweight and dbias are loaded and stored once per group.
 
 dweight and dbias: a chunk of rows depends on the shape alone. In a chunk, the rows of a group are
 added in order in real, the groups in order in double (compensated where real is double); rows left
 over at the end of a chunk are groups of one.
+
+Channels (batch_norm) are rows of one weight each: it is taken out of the sums, which are then those
+of dweight and dbias, and multiplied to dx last. Where their statistics are constants
+(evaluation), only the sums are taken here: dx is then what evaluate() makes of dy.
 """
 
 # What the second sweep needs to know of a row.
 cdef struct gradient_row:
-    source x, dy
+    source x, dy, dh
     char* dx
+    char* dresidual
     real hi, lo, rstd, c1, c2
+    real weight            # of the row, where it has one
 
 
 cdef inline void gradient_half_step(const char* x, const char* dy, const real* w, Py_ssize_t i, Py_ssize_t n, lanes hi,
@@ -46,6 +53,18 @@ cdef inline void gradient_half_step(const char* x, const char* dy, const real* w
     sum_wdy_d[0] = sum4(lanes_mul(ga, a), lanes_mul(gb, b), lanes_mul(gc, c), lanes_mul(gd, d))
 
 
+cdef void last_gradient_step(const char* x, const char* dy, const real* w, Py_ssize_t i, Py_ssize_t n, const lanes* h, bint centered,
+                             int type, lanes* s, lanes* g, lanes* p) noexcept nogil:
+    """Less than a step. Flags at run time, to have it once."""
+    cdef lanes s0, s1, g0, g1, p0, p1
+    gradient_half_step(x, dy, w, i, n - i, h[0], centered, type, &s0, &g0, &p0)
+    gradient_half_step(x, dy, w, i + HALF_STEP, n - i - HALF_STEP, h[0], centered, type, &s1, &g1, &p1)
+    if centered:
+        s[0] = lanes_add(s[0], lanes_add(s0, s1))
+        g[0] = lanes_add(g[0], lanes_add(g0, g1))
+    p[0] = lanes_add(p[0], lanes_add(p0, p1))
+
+
 cdef inline void block_gradient_sums(const char* x, const char* dy, const real* w, Py_ssize_t n, real hi, bint centered,
                                      int type, double* sum_d, double* sum_wdy, double* sum_wdy_d) noexcept nogil:
     """OUT: the folded sums of d, wdy and wdy * d over one block."""
@@ -53,45 +72,66 @@ cdef inline void block_gradient_sums(const char* x, const char* dy, const real* 
     cdef lanes s = zero, g = zero, p = zero
     cdef lanes s0 = zero, s1 = zero, g0 = zero, g1 = zero, p0, p1
     cdef Py_ssize_t i = 0
-    while i < n:
-        if i + STEP <= n:
-            gradient_half_step(x, dy, w, i, HALF_STEP, h, centered, type, &s0, &g0, &p0)
-            gradient_half_step(x, dy, w, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &g1, &p1)
-        else:
-            gradient_half_step(x, dy, w, i, n - i, h, centered, type, &s0, &g0, &p0)
-            gradient_half_step(x, dy, w, i + HALF_STEP, n - i - HALF_STEP, h, centered, type, &s1, &g1, &p1)
+    while i + STEP <= n:
+        gradient_half_step(x, dy, w, i, HALF_STEP, h, centered, type, &s0, &g0, &p0)
+        gradient_half_step(x, dy, w, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &g1, &p1)
         if centered:
             s = lanes_add(s, lanes_add(s0, s1))
             g = lanes_add(g, lanes_add(g0, g1))
         p = lanes_add(p, lanes_add(p0, p1))
         i += STEP
+    if i < n:
+        last_gradient_step(x, dy, w, i, n, &h, centered, type, &s, &g, &p)
     if centered:
         sum_d[0] = lanes_fold(s)
         sum_wdy[0] = lanes_fold(g)
     sum_wdy_d[0] = lanes_fold(p)
 
 
-cdef inline void settle_gradient(double sum_d, double sum_wdy, double sum_wdy_d, Py_ssize_t n_cols, bint centered,
+cdef inline void settle_gradient(const job* j, Py_ssize_t r, double sum_d, double sum_wdy, double sum_wdy_d, bint centered,
                                  real rstd, real* lo, real* c1, real* c2) noexcept nogil:
-    cdef double mean_d = sum_d / n_cols if centered else 0
+    """From the sums to what the second sweep needs."""
+    cdef double mean_d = sum_d / j.n_cols if centered and not j.constant else 0
     cdef double wdy = sum_wdy if centered else 0
+    cdef double wdy_d = sum_wdy_d - mean_d * wdy
     lo[0] = <real>mean_d
-    c2[0] = <real>(wdy / n_cols)
+    if j.row_sums != NULL:
+        j.row_sums[r] = <double>rstd * wdy_d
+        j.row_sums[j.n_rows + r] = wdy
+    c2[0] = <real>(wdy / j.n_cols)
     # rstd * c1, to be multiplied by x - mean: a rounding less than x_hat * c1.
-    c1[0] = <real>scaled_mean(rstd, sum_wdy_d - mean_d * wdy, <double>n_cols)
+    c1[0] = <real>scaled_mean(rstd, wdy_d, <double>j.n_cols)
 
 
-cdef inline void open_gradient_row(const job* j, Py_ssize_t r, real* x_buffer, real* dy_buffer, gradient_row* row) noexcept nogil:
-    # Buffers hold one block of each row of a group.
-    row.x = open_row(&j.x, r, x_buffer, False)
-    row.dy = open_row(&j.dy, r, dy_buffer, False)
+cdef inline in_real column_weight(const job* j) noexcept nogil:
+    """weight of the columns, or NULL."""
+    if j.by_row:
+        return NULL
+    return <in_real>j.weight
+
+
+cdef enum:
+    # Buffers of one block of each row of a group: x, dy and dh by rows, then dx and dresidual.
+    GRADIENT_BUFFERS = 5 * GROUP
+
+
+cdef inline void open_gradient_row(const job* j, Py_ssize_t r, block* buffers, gradient_row* row) noexcept nogil:
+    """buffers: three of the row."""
+    row.x = open_row(&j.x, r, buffers[0].v, False)
+    row.dy = open_row(&j.dy, r, buffers[1].v, False)
     row.dx = row_start(&j.dx, r)
+    if j.dh.data != NULL:
+        row.dh = open_row(&j.dh, r, buffers[2].v, False)
+    if j.dresidual.data != NULL:
+        row.dresidual = row_start(&j.dresidual, r)
     row.hi = (<real*>j.mean)[r] if j.centered else 0
     row.rstd = (<real*>j.rstd)[r]
+    if j.by_row and j.weight != NULL:
+        row.weight = (<in_real>j.weight)[r]
 
 
-cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centered, int type) noexcept nogil:
-    cdef in_real w = <in_real>j.weight
+cdef inline void row_gradient_sums(const job* j, Py_ssize_t r, gradient_row* row, bint centered, int type) noexcept nogil:
+    cdef in_real w = column_weight(j)
     cdef double a = 0, b = 0, c = 0
     cdef total d, wdy, wdy_d
     cdef Py_ssize_t c0 = 0, n
@@ -104,8 +144,7 @@ cdef inline void row_gradient_sums(const job* j, gradient_row* row, bint centere
         wdy = total_add(wdy, b)
         wdy_d = total_add(wdy_d, c)
         c0 += BLOCK
-    settle_gradient(total_value(d), total_value(wdy), total_value(wdy_d), j.n_cols, centered, row.rstd,
-                    &row.lo, &row.c1, &row.c2)
+    settle_gradient(j, r, total_value(d), total_value(wdy), total_value(wdy_d), centered, row.rstd, &row.lo, &row.c1, &row.c2)
 
 
 cdef inline lanes dx_lanes(lanes d, lanes dy, lanes w, lanes rstd, lanes c1, lanes c2, bint centered,
@@ -124,12 +163,30 @@ cdef inline void add_gradients(double* sums, Py_ssize_t partial_cols, lanes a, P
         lanes_add_wide_part(sums, partial_cols, a, n)
 
 
-cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows,
-                                      Py_ssize_t i, Py_ssize_t n, const real* w, double* dweight, double* dbias,
-                                      Py_ssize_t partial_cols, bint centered, bint stream, int type, int n_rows) noexcept nogil:
+# Where the columns of a step are, for each row of a group; IN x, dy and, unless NULL, dh, OUT dx and dresidual.
+cdef struct gradient_columns:
+    const char* x[GROUP]
+    const char* dy[GROUP]
+    const char* dh[GROUP]
+    char* dx[GROUP]
+    char* dresidual[GROUP]
+    const char* ahead[3 * GROUP]   # what the next group will read
+    int n_ahead
+    real alpha
+    bint stream, stream_residual   # dx and dresidual past the cache
+    bint by_row            # dx is to be multiplied by the weight of its row
+    # Of the columns.
+    const real* weight
+    double* dweight
+    double* dbias
+    Py_ssize_t partial_cols
+
+
+cdef inline void apply_gradient_lanes(const gradient_columns* at, const gradient_row* rows, Py_ssize_t i, Py_ssize_t n,
+                                      bint centered, bint stream, int type, int n_rows) noexcept nogil:
     """n columns from i on, at most one lane group: dx of a group of rows, their part of dweight and dbias."""
     cdef lanes zero = lanes_fill(0)
-    cdef lanes wl = lanes_load_part(w + i, n, zero) if w != NULL else zero
+    cdef lanes wl = lanes_load_part(at.weight + i, n, zero) if at.weight != NULL else zero
     cdef lanes dw = zero, db = zero
     cdef lanes g, d
     cdef lanes[GROUP] t
@@ -137,90 +194,141 @@ cdef inline void apply_gradient_lanes(const in_bytes* x, const in_bytes* dy, con
     # All loads before all stores: rows a multiple of 4 KiB apart look alike to the processor, which
     # would hold a load back until the store before it is done.
     for k in range(n_rows):
-        g = lanes_load_part_as(dy[k], i, n, zero, type)
-        d = lanes_load_part_as(x[k], i, n, lanes_fill(rows[k].hi), type)
+        g = lanes_load_part_as(at.dy[k], i, n, zero, type)
+        d = lanes_load_part_as(at.x[k], i, n, lanes_fill(rows[k].hi), type)
         if centered:
             d = lanes_sub(lanes_sub(d, lanes_fill(rows[k].hi)), lanes_fill(rows[k].lo))
         dw = lanes_add(dw, lanes_mul(g, lanes_mul(d, lanes_fill(rows[k].rstd))))
-        t[k] = dx_lanes(d, g, wl, lanes_fill(rows[k].rstd), lanes_fill(rows[k].c1), lanes_fill(rows[k].c2), centered, w != NULL)
+        t[k] = dx_lanes(d, g, wl, lanes_fill(rows[k].rstd), lanes_fill(rows[k].c1), lanes_fill(rows[k].c2), centered,
+                        at.weight != NULL)
         if centered:
             db = lanes_add(db, g)
+    if at.by_row:
+        for k in range(n_rows):
+            t[k] = lanes_mul(t[k], lanes_fill(rows[k].weight))
+    if at.dh[0] != NULL:
+        for k in range(n_rows):
+            t[k] = lanes_add(t[k], lanes_load_part_as(at.dh[k], i, n, zero, type))
     for k in range(n_rows):
         if stream:
-            lanes_stream_as(dx[k], i, t[k], type)
+            lanes_stream_as(at.dx[k], i, t[k], type)
         else:
-            lanes_store_part_as(dx[k], i, n, t[k], type)
-    if dweight != NULL:
-        add_gradients(dweight + i, partial_cols, dw, n)
+            lanes_store_part_as(at.dx[k], i, n, t[k], type)
+    if at.dresidual[0] != NULL:
+        for k in range(n_rows):
+            t[k] = lanes_mul(t[k], lanes_fill(at.alpha))
+            if stream and at.stream_residual:
+                lanes_stream_as(at.dresidual[k], i, t[k], type)
+            else:
+                lanes_store_part_as(at.dresidual[k], i, n, t[k], type)
+    if at.dweight != NULL:
+        add_gradients(at.dweight + i, at.partial_cols, dw, n)
         if centered:
-            add_gradients(dbias + i, partial_cols, db, n)
+            add_gradients(at.dbias + i, at.partial_cols, db, n)
 
 
-cdef void apply_gradient_part(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows,
-                              Py_ssize_t i, Py_ssize_t n, const real* w, double* dweight, double* dbias,
-                              Py_ssize_t partial_cols, bint centered, int type, int n_rows) noexcept nogil:
+cdef void apply_gradient_part(const gradient_columns* at, const gradient_row* rows, Py_ssize_t i, Py_ssize_t n,
+                              bint centered, int type, int n_rows) noexcept nogil:
     """At the ends of a block, less than a lane group. Flags at run time, to have it once."""
-    apply_gradient_lanes(x, dy, dx, rows, i, n, w, dweight, dbias, partial_cols, centered, False, type, n_rows)
+    apply_gradient_lanes(at, rows, i, n, centered, False, type, n_rows)
 
 
-cdef inline void apply_gradient(const in_bytes* x, const in_bytes* dy, const out_bytes* dx, const gradient_row* rows, Py_ssize_t n,
-                                const real* w, double* dweight, double* dbias, Py_ssize_t partial_cols,
-                                bint centered, bint stream, int type, int n_rows, const in_bytes* ahead) noexcept nogil:
-    """dx of n columns of a group of rows, their part of dweight and dbias. ahead: what the next group
-    will read, fetched while this one computes."""
+cdef inline void apply_gradient(const gradient_columns* at, const gradient_row* rows, Py_ssize_t n, bint centered, int type,
+                                int n_rows) noexcept nogil:
+    """dx of n columns of a group of rows, their part of dweight and dbias."""
     cdef Py_ssize_t i = 0, head, part
     cdef int k
-    if stream:
+    if at.stream:
         # Whole cache lines only; all rows start at the same place inside one.
-        head = min(n, values_to_line(dx[0], type))
+        head = min(n, values_to_line(at.dx[0], type))
         while i < head:
             part = min(head - i, <Py_ssize_t>LANES)
-            apply_gradient_part(x, dy, dx, rows, i, part, w, dweight, dbias, partial_cols, centered, type, n_rows)
+            apply_gradient_part(at, rows, i, part, centered, type, n_rows)
             i += part
         while i + LANES <= n:
-            if ahead != NULL:
-                for k in range(2 * n_rows):
-                    prefetch(ahead[k] + i * SIZE_OF(type))
-            apply_gradient_lanes(x, dy, dx, rows, i, LANES, w, dweight, dbias, partial_cols, centered, True, type, n_rows)
+            for k in range(at.n_ahead):
+                prefetch(at.ahead[k] + i * SIZE_OF(type))
+            apply_gradient_lanes(at, rows, i, LANES, centered, True, type, n_rows)
             i += LANES
     while i + LANES <= n:
-        apply_gradient_lanes(x, dy, dx, rows, i, LANES, w, dweight, dbias, partial_cols, centered, False, type, n_rows)
+        apply_gradient_lanes(at, rows, i, LANES, centered, False, type, n_rows)
         i += LANES
     if i < n:
-        apply_gradient_part(x, dy, dx, rows, i, n - i, w, dweight, dbias, partial_cols, centered, type, n_rows)
+        apply_gradient_part(at, rows, i, n - i, centered, type, n_rows)
+
+
+cdef inline Py_ssize_t gradient_span(const job* j, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
+    """Columns from c0 on for one step of the second sweep: a block, or what lies next to each other in x, dy and dx."""
+    cdef Py_ssize_t n = min(<Py_ssize_t>BLOCK, c1 - c0)
+    if j.x.col_ndim == 1 and j.dy.col_ndim == 1 and j.dx.col_ndim == 1:
+        return n
+    return within_run(&j.dx, c0, within_run(&j.dy, c0, within_run(&j.x, c0, n)))
+
+
+cdef inline char* place(const view* v, char* row, Py_ssize_t c0, bint is_in_place, real* buffer) noexcept nogil:
+    """Where a result from column c0 on is put: in its place, or in a buffer."""
+    return row + offset(v.col_ndim, v.col_shape, v.col_strides, c0) if is_in_place else <char*>buffer
+
+
+cdef inline bint on_lines(const out_bytes* p, int n_rows, const char* first, int type) noexcept nogil:
+    """Whether all rows lie in their cache lines as the first one does, and can be stored past the cache."""
+    cdef int k
+    for k in range(n_rows):
+        if (<size_t>p[k] - <size_t>first) % 64 != 0 or <size_t>p[k] % SIZE_OF(type) != 0:
+            return False
+    return True
 
 
 cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1, double* dweight,
-                             double* dbias, real* dx_buffer, bint centered, int type, int n_rows) noexcept nogil:
-    """Columns c0 (the start of a block) to c1 of the group of rows that starts at r."""
-    cdef in_real w = <in_real>j.weight
-    cdef in_bytes[GROUP] x
-    cdef in_bytes[GROUP] dy
-    cdef out_bytes[GROUP] dx
-    cdef in_bytes[2 * GROUP] ahead
-    cdef Py_ssize_t n, first
+                             double* dbias, block* buffers, bint centered, int type, int n_rows) noexcept nogil:
+    """Columns c0 (the start of a block) to c1 of the group of rows that starts at r. buffers: one for each row."""
+    cdef in_real w = column_weight(j)
+    cdef block* dx_buffers = buffers
+    cdef block* dresidual_buffers = buffers + GROUP
+    cdef gradient_columns at
+    cdef Py_ssize_t n
     cdef int k
-    cdef bint stream
-    cdef bint dx_in_place = type != ST_REAL or in_place(&j.dx, ST_REAL)
+    cdef bint dx_in_place, dresidual_in_place = False
     cdef bint fetch = j.stream and in_place(&j.x, type) and in_place(&j.dy, type) and r + 2 * n_rows <= j.n_rows
+    cdef bint fetch_dh = fetch and j.dh.data != NULL and in_place(&j.dh, type)
+    at.alpha = <real>j.alpha
+    at.by_row = j.by_row and j.weight != NULL
+    at.partial_cols = j.partial_cols
+    at.dh[0] = NULL
+    at.dresidual[0] = NULL
     while c0 < c1:
-        n = min(<Py_ssize_t>BLOCK, c1 - c0)
-        stream = j.stream and dx_in_place
+        n = gradient_span(j, c0, c1)
+        dx_in_place = type != ST_REAL or block_in_place(&j.dx, c0, n)
         for k in range(n_rows):
-            x[k] = load_block(&rows[k].x, c0, n, False, type)
-            dy[k] = load_block(&rows[k].dy, c0, n, False, type)
-            dx[k] = rows[k].dx + c0 * SIZE_OF(type) if dx_in_place else <char*>(dx_buffer + k * BLOCK)
-            stream = stream and (<size_t>dx[k] - <size_t>dx[0]) % 64 == 0 and <size_t>dx[k] % SIZE_OF(type) == 0
-            if fetch:
-                ahead[2 * k] = row_start(&j.x, r + n_rows + k) + c0 * SIZE_OF(type)
-                ahead[2 * k + 1] = row_start(&j.dy, r + n_rows + k) + c0 * SIZE_OF(type)
-        apply_gradient(x, dy, dx, rows, n, w + c0 if w != NULL else NULL, dweight + c0 if dweight != NULL else NULL,
-                       dbias + c0 if dbias != NULL else NULL, j.partial_cols, centered, stream, type, n_rows,
-                       ahead if fetch else NULL)
-        if not dx_in_place:
+            at.x[k] = load_block(&rows[k].x, c0, n, False, type)
+            at.dy[k] = load_block(&rows[k].dy, c0, n, False, type)
+            at.dx[k] = place(&j.dx, rows[k].dx, c0, dx_in_place, dx_buffers[k].v)
+            if j.dh.data != NULL:
+                at.dh[k] = load_block(&rows[k].dh, c0, n, False, type)
+        if j.dresidual.data != NULL:
+            dresidual_in_place = type != ST_REAL or block_in_place(&j.dresidual, c0, n)
             for k in range(n_rows):
-                store_columns(&j.dx, rows[k].dx, c0, n, <real*>dx[k], j.stream)
-        c0 += BLOCK
+                at.dresidual[k] = place(&j.dresidual, rows[k].dresidual, c0, dresidual_in_place, dresidual_buffers[k].v)
+        at.stream = j.stream and dx_in_place and on_lines(at.dx, n_rows, at.dx[0], type)
+        at.stream_residual = at.stream and dresidual_in_place and on_lines(at.dresidual, n_rows, at.dx[0], type)
+        at.n_ahead = 0
+        if fetch:
+            for k in range(n_rows):
+                at.ahead[2 * k] = row_start(&j.x, r + n_rows + k) + c0 * SIZE_OF(type)
+                at.ahead[2 * k + 1] = row_start(&j.dy, r + n_rows + k) + c0 * SIZE_OF(type)
+                if fetch_dh:
+                    at.ahead[2 * n_rows + k] = row_start(&j.dh, r + n_rows + k) + c0 * SIZE_OF(type)
+            at.n_ahead = (3 if fetch_dh else 2) * n_rows
+        at.weight = w + c0 if w != NULL else NULL
+        at.dweight = dweight + c0 if dweight != NULL else NULL
+        at.dbias = dbias + c0 if dbias != NULL else NULL
+        apply_gradient(&at, rows, n, centered, type, n_rows)
+        for k in range(n_rows):
+            if not dx_in_place:
+                store_columns(&j.dx, rows[k].dx, c0, n, <real*>at.dx[k], j.stream)
+            if j.dresidual.data != NULL and not dresidual_in_place:
+                store_columns(&j.dresidual, rows[k].dresidual, c0, n, <real*>at.dresidual[k], j.stream)
+        c0 += n
 
 
 cdef inline double* chunk_partial(const job* j, double* partials, Py_ssize_t chunk) noexcept nogil:
@@ -239,22 +347,32 @@ cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, i
     while r < end:
         if r + GROUP <= end:
             for k in range(GROUP):
-                open_gradient_row(j, r + k, buffers[2 * k].v, buffers[2 * k + 1].v, &rows[k])
-                row_gradient_sums(j, &rows[k], centered, type)
-            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers[2 * GROUP].v, centered, type, GROUP)
+                open_gradient_row(j, r + k, buffers + 3 * k, &rows[k])
+                row_gradient_sums(j, r + k, &rows[k], centered, type)
+            if j.dx.data != NULL:
+                group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 3 * GROUP, centered, type, GROUP)
             r += GROUP
         else:
-            open_gradient_row(j, r, buffers[0].v, buffers[1].v, &rows[0])
-            row_gradient_sums(j, &rows[0], centered, type)
-            group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers[2 * GROUP].v, centered, type, 1)
+            open_gradient_row(j, r, buffers, &rows[0])
+            row_gradient_sums(j, r, &rows[0], centered, type)
+            if j.dx.data != NULL:
+                group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 3 * GROUP, centered, type, 1)
             r += 1
+
+
+cdef inline int gradient_type(const job* j) noexcept nogil:
+    """The storage type for which kernels are instantiated, as type_in_place() has it."""
+    cdef int type = type_in_place(&j.x, &j.dy, &j.dx)
+    if j.dh.data != NULL and not in_place(&j.dh, type) or j.dresidual.data != NULL and not in_place(&j.dresidual, type):
+        return ST_REAL
+    return type
 
 
 cdef void backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept nogil:
     """Chunks chunk0 to chunk1. Their partial sums start at zero."""
-    cdef block[3 * GROUP] buffers
+    cdef block[GRADIENT_BUFFERS] buffers
     cdef Py_ssize_t chunk
-    cdef int type = type_in_place(&j.x, &j.dy, &j.dx)
+    cdef int type = gradient_type(j)
     for chunk in range(chunk0, chunk1):
         # Flags as literals: a body for each, without the branches.
         if FLOAT16_LANES and type == ST_FLOAT16:
@@ -279,12 +397,12 @@ cdef void backward(const job* j, Py_ssize_t chunk0, Py_ssize_t chunk1) noexcept 
 
 cdef void piece_gradient_sums(const job* j, Py_ssize_t r, Py_ssize_t block0, Py_ssize_t block1, double* sums) noexcept nogil:
     """OUT sums[3 * block + 0, 1, 2]: of d, wdy and wdy * d."""
-    cdef in_real w = <in_real>j.weight
-    cdef block[2] buffers
+    cdef in_real w = column_weight(j)
+    cdef block[3] buffers
     cdef gradient_row row
     cdef double a = 0, b = 0, c = 0
     cdef Py_ssize_t k, c0, n
-    open_gradient_row(j, r, buffers[0].v, buffers[1].v, &row)
+    open_gradient_row(j, r, buffers, &row)
     for k in range(block0, block1):
         c0 = k * BLOCK
         n = min(<Py_ssize_t>BLOCK, j.n_cols - c0)
@@ -304,7 +422,7 @@ cdef void piece_gradient_settle(const job* j, Py_ssize_t r, const double* sums, 
         d = total_add(d, sums[3 * k])
         wdy = total_add(wdy, sums[3 * k + 1])
         wdy_d = total_add(wdy_d, sums[3 * k + 2])
-    settle_gradient(total_value(d), total_value(wdy), total_value(wdy_d), j.n_cols, j.centered, (<real*>j.rstd)[r],
+    settle_gradient(j, r, total_value(d), total_value(wdy), total_value(wdy_d), j.centered, (<real*>j.rstd)[r],
                     &lo, &c1, &c2)
     st.lo = lo
     st.c1 = c1
@@ -319,7 +437,7 @@ cdef inline void restore(const row_statistics* st, gradient_row* row) noexcept n
 
 cdef void piece_gradient_apply(const job* j, Py_ssize_t c0, Py_ssize_t c1, const row_statistics* st) noexcept nogil:
     """Columns c0 (the start of a block) to c1 of all rows, in the order of chunk_backward."""
-    cdef block[3 * GROUP] buffers
+    cdef block[GRADIENT_BUFFERS] buffers
     cdef gradient_row[GROUP] rows
     cdef double* dweight
     cdef double* dbias
@@ -333,14 +451,14 @@ cdef void piece_gradient_apply(const job* j, Py_ssize_t c0, Py_ssize_t c1, const
         while r < end:
             if r + GROUP <= end:
                 for k in range(GROUP):
-                    open_gradient_row(j, r + k, buffers[2 * k].v, buffers[2 * k + 1].v, &rows[k])
+                    open_gradient_row(j, r + k, buffers + 3 * k, &rows[k])
                     restore(st + r + k, &rows[k])
-                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers[2 * GROUP].v, j.centered, ST_REAL, GROUP)
+                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 3 * GROUP, j.centered, ST_REAL, GROUP)
                 r += GROUP
             else:
-                open_gradient_row(j, r, buffers[0].v, buffers[1].v, &rows[0])
+                open_gradient_row(j, r, buffers, &rows[0])
                 restore(st + r, &rows[0])
-                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers[2 * GROUP].v, j.centered, ST_REAL, 1)
+                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 3 * GROUP, j.centered, ST_REAL, 1)
                 r += 1
     if j.stream:
         stream_fence()

@@ -76,7 +76,9 @@ cdef Py_ssize_t SPLIT_MIN = 1 << 16
 # Bytes of output from which stores go past the cache, whatever cache size the machine reports.
 cdef Py_ssize_t STREAM_BYTES = stream_bytes(os.environ.get("FASTNORM_STREAM_BYTES"))
 # Rows that a kernel across rows needs next to each other to be worth it.
-cdef Py_ssize_t ADJACENT_MIN = 32
+cdef Py_ssize_t ADJACENT_MIN = 8
+# What such a kernel takes at once (TILE): cut into less, it would go over the same memory again and again.
+cdef Py_ssize_t TILE_ROWS = 1024
 # dweight and dbias: rows in a chunk at least, chunks at most.
 cdef Py_ssize_t MIN_CHUNK = 64
 cdef Py_ssize_t MAX_CHUNKS = 64
@@ -177,19 +179,30 @@ cdef int open_job(job* j, cnp.ndarray x, int n_axes, weight_row, rstd, double ep
     j.weight = data_or_null(weight_row)
     j.rstd = data_or_null(rstd)
     open_view(&j.x, x, n_axes)
+    open_nothing_else(j)
     return 0
 
 
-cdef inline bint rows_adjacent(const view* v) noexcept nogil:
+cdef void open_nothing_else(job* j) noexcept:
+    """No residual, no channels: what most calls do not have."""
+    j.addend.data = j.residual.data = j.dh.data = j.dresidual.data = NULL
+    j.alpha = 1.0
+    j.by_row = j.constant = False
+    j.n_channels = 1
+    j.moments = j.row_sums = NULL
+
+
+cdef bint rows_adjacent(const view* v) noexcept nogil:
     """Whether rows lie next to each other in memory, enough of them for a kernel across them."""
     cdef int last = v.row_ndim - 1
     return not v.direct and v.row_strides[last] == v.itemsize and v.row_shape[last] >= ADJACENT_MIN
 
 
-cdef inline bint whole_groups(const view* v, Py_ssize_t n_rows) noexcept nogil:
-    """Whether no group of four rows straddles two runs of neighbours."""
+cdef inline bint across(const view* v, const job* j) noexcept nogil:
+    """Whether backward can go across the rows: also, no group of four, whose gradients are added up together, straddles
+    two runs of neighbours."""
     cdef Py_ssize_t run = v.row_shape[v.row_ndim - 1]
-    return run == n_rows or run % 4 == 0
+    return rows_adjacent(v) and (run == j.n_rows or run % 4 == 0 or j.by_row)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -242,10 +255,10 @@ cdef double* allocate(Py_ssize_t n) except NULL:
     return p
 
 
-cdef int run_parts(parts_kernel kernel, const job* j, Py_ssize_t parts, Py_ssize_t size, int n_threads) except -1:
+cdef int run_parts(parts_kernel kernel, const job* j, Py_ssize_t parts, Py_ssize_t size, Py_ssize_t least, int n_threads) except -1:
     """A kernel over its parts (rows; chunks of rows in backward) of so many values each, in contiguous shares for
-    the threads and in slices between which Ctrl-C is looked for."""
-    cdef Py_ssize_t step = max(1, SLICE // size) * n_threads, done = 0, n
+    the threads and in slices of at least so many parts between which Ctrl-C is looked for."""
+    cdef Py_ssize_t step = max(least, SLICE // size) * n_threads, done = 0, n
     cdef int t
     while done < parts:
         n = min(step, parts - done)
@@ -264,6 +277,26 @@ cdef int run_parts(parts_kernel kernel, const job* j, Py_ssize_t parts, Py_ssize
 # ---------------------------------------------------------------------------------------------
 # Forward
 # ---------------------------------------------------------------------------------------------
+
+cdef int split_rows(const kernels* k, const job* j, Py_ssize_t block, int n_threads) except -1:
+    """Few long rows, each of them on all threads."""
+    cdef double* sums = allocate(2 * n_blocks(j.n_cols, block))
+    cdef job stored = j[0]
+    cdef Py_ssize_t r, blocks = n_blocks(j.n_cols, block)
+    cdef int t
+    # Once a sum is stored it is a row like any other.
+    stored.residual.data = NULL
+    try:
+        for r in range(j.n_rows):
+            if j.residual.data != NULL:
+                for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1, nogil=True):
+                    k.add(j, r, share(blocks, t, n_threads) * block,
+                          min(share(blocks, t + 1, n_threads) * block, j.n_cols))
+            split_row(k, &stored, r, block, n_threads, sums)
+    finally:
+        free(sums)
+    return 0
+
 
 cdef int split_row(const kernels* k, const job* j, Py_ssize_t r, Py_ssize_t block, int n_threads, double* sums) except -1:
     """One long row: the sums of its blocks, then its columns, each part on a thread of its own."""
@@ -289,39 +322,80 @@ cdef int split_row(const kernels* k, const job* j, Py_ssize_t r, Py_ssize_t bloc
 
 
 cdef int run_forward(const kernels* k, const job* j) except -1:
-    cdef Py_ssize_t n_rows = j.n_rows, size = n_rows * j.n_cols, r
-    cdef Py_ssize_t block = BLOCK_BYTES // real_size(k)
+    cdef Py_ssize_t n_rows = j.n_rows, size = n_rows * j.n_cols
     cdef parts_kernel forward = k.forward
     cdef int n_threads
-    cdef double* sums
     if size < RELEASE_MIN:
         forward(j, 0, n_rows)
         return 0
     n_threads = threads_for(size)
-    if rows_adjacent(&j.x) and rows_adjacent(&j.y):
+    if (rows_adjacent(&j.x) and rows_adjacent(&j.y)
+            and (j.residual.data == NULL or rows_adjacent(&j.addend) and rows_adjacent(&j.residual))):
         forward = k.axis_forward
     elif n_threads > 1 and n_rows < 4 * n_threads and j.n_cols >= SPLIT_MIN:
-        sums = allocate(2 * n_blocks(j.n_cols, block))
-        try:
-            for r in range(n_rows):
-                split_row(k, j, r, block, n_threads, sums)
-        finally:
-            free(sums)
-        return 0
-    return run_parts(forward, j, n_rows, j.n_cols, min(n_threads, n_rows))
+        return split_rows(k, j, BLOCK_BYTES // real_size(k), n_threads)
+    return run_parts(forward, j, n_rows, j.n_cols, TILE_ROWS if forward == k.axis_forward else 1, min(n_threads, n_rows))
 
 
-def row_norm_forward(cnp.ndarray x, int n_axes, weight, double weight_offset, bias, double eps, cnp.ndarray y, mean, rstd,
-                     bint centered):
-    """Fill y, mean and rstd. fastnorm._backend has the contract of all wings."""
+cdef inline double given(const kernels* k, const void* values, Py_ssize_t i) noexcept nogil:
+    return (<const float*>values)[i] if real_size(k) == 4 else (<const double*>values)[i]
+
+
+cdef int split_evaluate(const kernels* k, const job* j, int n_threads) except -1:
+    """Few long rows with given statistics, each of them on all threads."""
+    cdef Py_ssize_t block = BLOCK_BYTES // real_size(k), blocks = n_blocks(j.n_cols, block), r, channel
+    cdef row_statistics st
+    cdef int t
+    for r in range(j.n_rows):
+        with nogil:
+            channel = r % j.n_channels
+            st.hi = given(k, j.given_hi, channel)
+            st.lo = given(k, j.given_lo, channel)
+            st.rstd = given(k, j.given_rstd, channel)
+            for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
+                k.forward_apply(j, r, share(blocks, t, n_threads) * block,
+                                min(share(blocks, t + 1, n_threads) * block, j.n_cols), &st)
+        PyErr_CheckSignals()
+    return 0
+
+
+cdef int run_evaluate(const kernels* k, const job* j, bint across) except -1:
+    """across: a row is a channel, and rows lie next to each other."""
+    cdef int n_threads = threads_for(j.n_rows * j.n_cols)
+    if n_threads > 1 and not across and j.n_rows < 4 * n_threads and j.n_cols >= SPLIT_MIN:
+        return split_evaluate(k, j, n_threads)
+    return run_parts(k.axis_evaluate if across else k.evaluate, j, j.n_rows, j.n_cols, TILE_ROWS if across else 1,
+                     min(n_threads, j.n_rows))
+
+
+cdef inline bint same_data(cnp.ndarray a, b) noexcept:
+    return b is not None and cnp.PyArray_DATA(a) == cnp.PyArray_DATA(<cnp.ndarray>b)
+
+
+def round_doubles(cnp.ndarray source, cnp.ndarray target):
+    """target = source rounded once; both contiguous, of float64 and of a float type. ml_dtypes goes by way of float32."""
+    store_doubles(<char*>cnp.PyArray_DATA(target), storage_type(target), cnp.PyArray_SIZE(source),
+                  <double*>cnp.PyArray_DATA(source))
+
+
+def row_norm_forward(cnp.ndarray x, residual, double alpha, int n_axes, weight, double weight_offset, bias, double eps,
+                     cnp.ndarray y, h, mean, rstd, bint centered):
+    """Fill y, h, mean and rstd. fastnorm._backend has the contract of all wings."""
     cdef job j
-    cdef const kernels* k = kernels_of(x)
+    # What is normalized.
+    cdef cnp.ndarray rows = x if residual is None else h
+    cdef const kernels* k = kernels_of(rows)
     weight_row, bias_row = as_row(weight, weight_offset, k), as_row(bias, 0.0, k)
-    open_job(&j, x, n_axes, weight_row, rstd, eps, centered)
+    open_job(&j, rows, n_axes, weight_row, rstd, eps, centered)
     j.bias = data_or_null(bias_row)
     j.mean = data_or_null(mean)
     open_view(&j.y, y, n_axes)
-    j.stream = cnp.PyArray_NBYTES(y) >= STREAM_BYTES and cnp.PyArray_DATA(y) != cnp.PyArray_DATA(x)
+    j.stream = cnp.PyArray_NBYTES(y) >= STREAM_BYTES and not same_data(y, x) and not same_data(y, residual)
+    if residual is not None:
+        open_view(&j.addend, x, n_axes)
+        open_view(&j.residual, residual, n_axes)
+        j.alpha = alpha
+        j.stream = j.stream and not same_data(rows, x) and not same_data(rows, residual)
     run_forward(k, &j)
 
 
@@ -343,9 +417,10 @@ cdef int split_backward(const kernels* k, const job* j, int n_threads) except -1
                     for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
                         k.backward_sums(j, r, share(blocks, t, n_threads), share(blocks, t + 1, n_threads), sums)
                     k.backward_settle(j, r, sums, &statistics[r])
-                for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
-                    k.backward_apply(j, share(blocks, t, n_threads) * block,
-                                     min(share(blocks, t + 1, n_threads) * block, j.n_cols), statistics)
+                if j.dx.data != NULL:
+                    for t in prange(n_threads, num_threads=n_threads, schedule="static", chunksize=1):
+                        k.backward_apply(j, share(blocks, t, n_threads) * block,
+                                         min(share(blocks, t + 1, n_threads) * block, j.n_cols), statistics)
         finally:
             free(statistics)
     finally:
@@ -361,12 +436,13 @@ cdef int run_backward(const kernels* k, const job* j) except -1:
     if size < RELEASE_MIN:
         backward(j, 0, chunks)
         return 0
-    if (rows_adjacent(&j.x) and whole_groups(&j.x, j.n_rows) and rows_adjacent(&j.dy) and whole_groups(&j.dy, j.n_rows)
-            and rows_adjacent(&j.dx) and whole_groups(&j.dx, j.n_rows)):
+    if (across(&j.x, j) and across(&j.dy, j) and (j.dx.data == NULL or across(&j.dx, j))
+            and (j.dh.data == NULL or across(&j.dh, j)) and (j.dresidual.data == NULL or across(&j.dresidual, j))):
         backward = k.axis_backward
     elif n_threads > 1 and chunks < 4 * n_threads and j.n_cols >= SPLIT_MIN:
         return split_backward(k, j, n_threads)
-    return run_parts(backward, j, chunks, j.rows_per_chunk * j.n_cols, min(n_threads, chunks))
+    return run_parts(backward, j, chunks, j.rows_per_chunk * j.n_cols,
+                     max(1, TILE_ROWS // j.rows_per_chunk) if backward == k.axis_backward else 1, min(n_threads, chunks))
 
 
 cdef double* open_partials(job* j, const kernels* k, bint param_grads) except NULL:
@@ -422,9 +498,9 @@ cdef int finish_sums(const job* j, const kernels* k, double* partials, cnp.ndarr
     return 0
 
 
-def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, double weight_offset, mean, cnp.ndarray rstd,
-                      cnp.ndarray dx, dweight, dbias, bint centered):
-    """Fill dx, dweight and dbias. fastnorm._backend has the contract of all wings."""
+def row_norm_backward(cnp.ndarray dy, dh, cnp.ndarray x, int n_axes, weight, double weight_offset, mean, cnp.ndarray rstd,
+                      double alpha, cnp.ndarray dx, dresidual, dweight, dbias, bint centered):
+    """Fill dx, dresidual, dweight and dbias. fastnorm._backend has the contract of all wings."""
     cdef job j
     cdef const kernels* k = kernels_of(x)
     cdef double* partials
@@ -435,9 +511,14 @@ def row_norm_backward(cnp.ndarray dy, cnp.ndarray x, int n_axes, weight, double 
         j.mean = data_or_null(mean)
         open_view(&j.dy, dy, n_axes)
         open_view(&j.dx, dx, n_axes)
+        if dh is not None:
+            open_view(&j.dh, dh, n_axes)
+        if dresidual is not None:
+            open_view(&j.dresidual, dresidual, n_axes)
+            j.alpha = alpha
         # Three arrays instead of two, and far more room for prefetching: worth it from a quarter of the size.
-        j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES // 4 and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(x)
-                    and cnp.PyArray_DATA(dx) != cnp.PyArray_DATA(dy))
+        j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES // 4 and not same_data(dx, x) and not same_data(dx, dy)
+                    and not same_data(dx, dh))
         run_backward(k, &j)
         if dweight is not None:
             finish_sums(&j, k, j.dweight_partial, dweight)

@@ -66,6 +66,7 @@ cdef extern from "storage.h" nogil:
 cdef enum:
     RESIDENT = 8       # blocks of a row that is loaded once and kept, if it cannot be read in place
     GROUP = 4          # rows side by side; in backward they share the accumulators of dweight and dbias
+    SHORT_RUN = 32     # columns next to each other that are worth a step of their own
     SHORT_BYTES = 1024 # rows up to which forward takes several side by side
     TRANSPOSED_BYTES = 1 << 20   # of rows that are loaded together
     SETTLED = 0
@@ -98,39 +99,74 @@ cdef inline char* row_start(const view* v, Py_ssize_t r) noexcept nogil:
     return v.data + offset(v.row_ndim, v.row_shape, v.row_strides, r)
 
 
+# A walk over the columns of a row, in runs along the last dimension.
+cdef struct run:
+    Py_ssize_t begin       # bytes from the start of the row
+    Py_ssize_t first       # the same, of the first column of the last dimension
+    Py_ssize_t length
+
+
+cdef inline run first_run(const view* v, Py_ssize_t c0, Py_ssize_t n) noexcept nogil:
+    """From column c0 on, at most n columns."""
+    cdef run a
+    cdef int last = v.col_ndim - 1
+    cdef Py_ssize_t inside = 0 if last == 0 else c0 % v.col_shape[last]
+    a.begin = offset(v.col_ndim, v.col_shape, v.col_strides, c0)
+    a.first = a.begin - inside * v.col_strides[last]
+    a.length = n if last == 0 else min(n, v.col_shape[last] - inside)
+    return a
+
+
+cdef inline void next_run(const view* v, Py_ssize_t c, Py_ssize_t n, run* a) noexcept nogil:
+    """From column c on, where the run before ended. Two dimensions are the common case, and division is slow."""
+    if v.col_ndim == 2:
+        a.first += v.col_strides[0]
+        a.begin = a.first
+        a.length = min(n, v.col_shape[1])
+    elif n > 0:
+        a[0] = first_run(v, c, n)
+
+
 cdef void load_columns(const view* v, const char* row, Py_ssize_t c0, Py_ssize_t n, real* out) noexcept nogil:
     """out[:n] = columns c0 to c0 + n of the row, in runs along the last dimension."""
-    cdef Py_ssize_t length, k
-    cdef int last = v.col_ndim - 1
+    cdef Py_ssize_t stride = v.col_strides[v.col_ndim - 1]
+    cdef bint plain = v.type == ST_REAL and not v.swapped and stride == v.itemsize
+    cdef bint short = v.col_ndim > 1 and v.col_shape[v.col_ndim - 1] <= 4096 // <Py_ssize_t>sizeof(real)
+    cdef const char* ahead
+    cdef Py_ssize_t k
+    cdef run a = first_run(v, c0, n)
     while n > 0:
-        length = n
-        if last > 0:
-            length = min(n, v.col_shape[last] - c0 % v.col_shape[last])
-        load_run(row + offset(v.col_ndim, v.col_shape, v.col_strides, c0), v.col_strides[last], v.type, v.swapped,
-                 length, out)
-        c0 += length
-        out += length
-        n -= length
+        if plain:
+            memcpy(out, row + a.begin, a.length * sizeof(real))
+            if short:
+                # Where runs are short, the processor does not see them coming. What follows a run is mostly the next
+                # row's, which is needed next.
+                ahead = row + a.begin + a.length * <Py_ssize_t>sizeof(real)
+                for k in range(a.length * <Py_ssize_t>sizeof(real) // 64 + 1):
+                    prefetch(ahead + 64 * k)
+        else:
+            load_run(row + a.begin, stride, v.type, v.swapped, a.length, out)
+        c0 += a.length
+        out += a.length
+        n -= a.length
+        next_run(v, c0, n, &a)
 
 
-cdef void store_columns(const view* v, char* row, Py_ssize_t c0, Py_ssize_t n, const real* a, bint stream) noexcept nogil:
-    """Columns c0 to c0 + n, at most a block, of the row = a[:n]; stream: past the cache if they are contiguous."""
-    cdef Py_ssize_t length
-    cdef int last = v.col_ndim - 1
+cdef void store_columns(const view* v, char* row, Py_ssize_t c0, Py_ssize_t n, const real* values, bint stream) noexcept nogil:
+    """Columns c0 to c0 + n, at most a block, of the row = values[:n]; stream: past the cache if they are contiguous."""
     cdef block[2] narrow
+    cdef run a
     if stream and is_contiguous(v):
-        store_run(<char*>narrow, v.itemsize, v.type, v.swapped, n, a)
+        store_run(<char*>narrow, v.itemsize, v.type, v.swapped, n, values)
         stream_bytes(row + c0 * v.itemsize, <char*>narrow, n * v.itemsize)
         return
+    a = first_run(v, c0, n)
     while n > 0:
-        length = n
-        if last > 0:
-            length = min(n, v.col_shape[last] - c0 % v.col_shape[last])
-        store_run(row + offset(v.col_ndim, v.col_shape, v.col_strides, c0), v.col_strides[last], v.type, v.swapped,
-                  length, a)
-        c0 += length
-        a += length
-        n -= length
+        store_run(row + a.begin, v.col_strides[v.col_ndim - 1], v.type, v.swapped, a.length, values)
+        c0 += a.length
+        values += a.length
+        n -= a.length
+        next_run(v, c0, n, &a)
 
 
 cdef inline Py_ssize_t apart_in_cache(Py_ssize_t n_cols) noexcept nogil:
@@ -186,6 +222,28 @@ cdef inline bint in_place(const view* v, int type) noexcept nogil:
     return v.direct and v.type == type
 
 
+cdef inline Py_ssize_t run_left(int ndim, const Py_ssize_t* shape, Py_ssize_t i) noexcept nogil:
+    """Elements from the C-order index i on that one stride can walk."""
+    return shape[0] - i if ndim == 1 else shape[ndim - 1] - i % shape[ndim - 1]
+
+
+cdef inline bint block_in_place(const view* v, Py_ssize_t c0, Py_ssize_t n) noexcept nogil:
+    """Whether n columns from c0 on lie next to each other as real values."""
+    cdef int last = v.col_ndim - 1
+    if v.type != ST_REAL:
+        return False
+    return v.direct or (not v.swapped and v.col_strides[last] == v.itemsize
+                        and run_left(v.col_ndim, v.col_shape, c0) >= n)
+
+
+cdef inline Py_ssize_t within_run(const view* v, Py_ssize_t c0, Py_ssize_t n) noexcept nogil:
+    """n columns from c0 on, or fewer if these can be read or written in place; short runs are not worth it."""
+    cdef int last = v.col_ndim - 1
+    if last == 0 or v.type != ST_REAL or v.swapped or v.col_strides[last] != v.itemsize or v.col_shape[last] < SHORT_RUN:
+        return n
+    return min(n, run_left(v.col_ndim, v.col_shape, c0))
+
+
 cdef inline int type_in_place(const view* a, const view* b, const view* c) noexcept nogil:
     """The storage type for which kernels are instantiated: that of the arrays if they share one that
     needs no buffer, else real, with buffers for those that are something else."""
@@ -199,10 +257,14 @@ cdef inline const char* load_block(const source* src, Py_ssize_t c0, Py_ssize_t 
     buffer as real. again: they were loaded before, with the same scale."""
     cdef real* out
     cdef Py_ssize_t k
-    if type != ST_REAL or (in_place(src.v, ST_REAL) and not src.scaled):
+    if type != ST_REAL:
         return src.row + c0 * SIZE_OF(type)
     out = src.buffer + c0 if src.resident else src.buffer
-    if src.loaded or (again and src.resident):
+    if src.loaded:
+        return <const char*>out
+    if not src.scaled and block_in_place(src.v, c0, n):
+        return src.row + offset(src.v.col_ndim, src.v.col_shape, src.v.col_strides, c0)
+    if again and src.resident:
         return <const char*>out
     load_columns(src.v, src.row, c0, n, out)
     if src.scaled:

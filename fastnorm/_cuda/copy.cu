@@ -1,43 +1,8 @@
 // Copies between any strides, alignments and types: what the other kernels take as it comes is rows of contiguous
 // columns of a float type. Numbers are converted by way of double, and rounded once.
-#include "storage.cuh"
+#include "numbers.cuh"
 
-typedef unsigned char uint8;
 const int DIMS = 6;
-
-template <class T>
-__device__ inline T read_anywhere(const char* p, bool aligned) {
-    if (aligned) return read<T>(p);
-    union { T value; uint8 bytes[sizeof(T)]; } u;
-    for (int i = 0; i < (int)sizeof(T); i++) u.bytes[i] = read<uint8>(p + i);
-    return u.value;
-}
-
-template <class T>
-__device__ inline void write_anywhere(char* p, T value, bool aligned) {
-    if (aligned) return write<T>(p, value);
-    union { T value; uint8 bytes[sizeof(T)]; } u;
-    u.value = value;
-    for (int i = 0; i < (int)sizeof(T); i++) write<uint8>(p + i, u.bytes[i]);
-}
-
-__device__ inline double read_number(const char* p, int type, bool aligned) {
-    switch (type) {
-    case FLOAT16: return float16_to_float(read_anywhere<uint16>(p, aligned));
-    case BFLOAT16: return bfloat16_to_float(read_anywhere<uint16>(p, aligned));
-    case FLOAT32: return read_anywhere<float>(p, aligned);
-    case FLOAT64: return read_anywhere<double>(p, aligned);
-    case BOOL: return read_anywhere<uint8>(p, aligned) != 0;
-    case INT8: return read_anywhere<signed char>(p, aligned);
-    case UINT8: return read_anywhere<uint8>(p, aligned);
-    case INT16: return read_anywhere<short>(p, aligned);
-    case UINT16: return read_anywhere<uint16>(p, aligned);
-    case INT32: return read_anywhere<int>(p, aligned);
-    case UINT32: return read_anywhere<uint32>(p, aligned);
-    case INT64: return (double)read_anywhere<index_t>(p, aligned);
-    default: return (double)read_anywhere<uint64>(p, aligned);
-    }
-}
 
 // As bits if the types are the same, so that nothing happens to NaN; as a double otherwise.
 __device__ inline uint64 read_element(const char* p, int type, int to, bool aligned) {
@@ -47,14 +12,7 @@ __device__ inline uint64 read_element(const char* p, int type, int to, bool alig
 }
 
 __device__ inline void write_element(char* p, uint64 bits, int from, int type, bool aligned) {
-    if (from != type) {
-        double a = bits_of<double>(bits);
-        switch (type) {
-        case FLOAT16: bits = float_to_float16(double_to_odd_float(a)); break;
-        case BFLOAT16: bits = float_to_bfloat16(double_to_odd_float(a)); break;
-        case FLOAT32: bits = bits_of<uint32>((float)a); break;
-        }
-    }
+    if (from != type) return write_number(p, bits_of<double>(bits), type, aligned);
     if (type == FLOAT64) return write_anywhere<uint64>(p, bits, aligned);
     if (type == FLOAT32) return write_anywhere<uint32>(p, (uint32)bits, aligned);
     write_anywhere<uint16>(p, (uint16)bits, aligned);

@@ -1,9 +1,10 @@
 """Which kernel takes rows of a length, and with how many threads: functions of the row length, the dtype and the
-device alone, so that a row has the same bits in any batch. Nothing here needs CuPy.
+device alone, so that a row has the same bits in any batch; and the same for channels of a shape. Nothing here needs
+CuPy.
 
 A pack is 16 bytes of a row. docs/gpu.md has the table of paths.
 """
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 PACK_BYTES = 16
@@ -11,6 +12,8 @@ PACK_BYTES = 16
 SLOTS_BYTES = 2 * 32 * 48
 # Threads of a block, and packs of a thread, where rows come in slices.
 SLICE_THREADS, SLICE_PACKS = 256, 4
+# Bytes of a channel next to each other from which on it comes in slices; rows of columns that a thread has at a time.
+SHORTEST_RUN, COLUMN_ROWS = 32, 8
 
 
 class Plan(NamedTuple):
@@ -104,6 +107,48 @@ def backward_chunks(n_rows, n_cols, item_size, multiprocessors):
     return runs, rows, -(-n_rows // rows)
 
 
+class ChannelPlan(NamedTuple):
+    """How the channels of one shape are computed. channels.cuh has the two ways."""
+
+    way: str                # runs, columns
+    blocks: int             # of the kernels that go over x
+    parts: int              # of a channel
+    across: int = 0         # packs of columns of a block beside each other
+    rows_of_chunk: int = 0
+    chunks: int = 0
+    # Of the kernels for sums, in bytes.
+    forward_memory: int = SLOTS_BYTES
+    backward_memory: int = SLOTS_BYTES
+
+
+@lru_cache(4096)
+def channel_plan(outer, n_channels, inner, item_size):
+    """From the shape alone: neither the device nor the alignment changes the bits."""
+    if inner * item_size >= SHORTEST_RUN:
+        slices = -(-outer * packs_of(inner, item_size) // (SLICE_THREADS * SLICE_PACKS))
+        return ChannelPlan("runs", n_channels * slices, slices)
+    packs, values = packs_of(n_channels * inner, item_size), PACK_BYTES // item_size
+    # Beside each other as many as a line of memory has, and more where there are not enough rows for the others.
+    across = min(32, _lanes(packs))
+    while across < min(128, _lanes(packs)) and COLUMN_ROWS * (SLICE_THREADS // across) > outer:
+        across *= 2
+    # So many rows that the moments of a chunk are few bytes beside them, so few that there are blocks for everybody.
+    beside = -(-packs // across)
+    chunks = max(1, min(-(-1024 // beside), outer // 1024))
+    step = COLUMN_ROWS * (SLICE_THREADS // across)
+    rows = -(-outer // (chunks * step)) * step
+    chunks = -(-outer // rows)
+    columns, real_size, total_size = across * values, max(4, item_size), 8 if item_size < 8 else 16
+    sums = SLICE_THREADS * values * total_size
+    return ChannelPlan("columns", beside * chunks, inner * chunks, across, rows, chunks,
+                       SLOTS_BYTES + columns * (real_size + 4) + 2 * sums, sums)
+
+
+def settling_team(parts):
+    """Threads of a channel where its parts are put together."""
+    return min(32, _lanes(parts)) if parts <= 256 else SLICE_THREADS
+
+
 def variants():
     """(source, macros) of all that the launchers can ask for, whatever the device."""
     found = set()
@@ -117,6 +162,8 @@ def variants():
                     for plan in (forward_plan(n_cols, size, shared_memory),
                                  backward_plan(n_cols, size, bool(centered), shared_memory)):
                         found.add((plan.source + ".cu", (("storage", dtype), ("centered", centered), *plan.macros)))
+        for source in ("channel_forward.cu", "channel_backward.cu"):
+            found.add((source, (("storage", dtype),)))
     for dtype in ("float32", "float64"):
         found.add(("finish_sums.cu", (("storage", dtype),)))
     found.add(("copy.cu", ()))

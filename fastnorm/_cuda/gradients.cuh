@@ -3,6 +3,7 @@
 //     dx = rstd * (wdy - c2 - x_hat * c1),  c1 = mean(wdy * x_hat),  c2 = mean(wdy)
 //     dweight = sum of dy * x_hat over rows, dbias = sum of dy
 //
+// With a gradient dh that arrives at x from elsewhere it is added to dx, and dresidual is alpha times that.
 // The saved mean is rounded; lo, the mean of x - mean, makes up for that. rms_norm: mean = lo = c2 = 0.
 #pragma once
 #include "packs.cuh"
@@ -56,6 +57,22 @@ struct gradient_sums {
     }
 };
 
+// The sums of one slice, and those of count slices put together by a team in a fixed order. OUT all
+template <class real>
+struct slice_sums { total<real> d, wdy, wdy_d; };
+
+template <class real>
+__device__ inline void put_together(total<real> (&all)[3], const char* slices, index_t count, team& t) {
+    for (int i = 0; i < 3; i++) all[i] = total_of((real)0);
+    for (index_t k = t.rank; k < count; k += t.size) {
+        slice_sums<real> s = read<slice_sums<real>>(slices + k * sizeof(s));
+        all[0] = added(all[0], s.d);
+        all[1] = added(all[1], s.wdy);
+        all[2] = added(all[2], s.wdy_d);
+    }
+    over_team(all, t, total_of((real)0), add());
+}
+
 // A sum over rows and what its additions rounded away, so that any number of rows may be added up.
 template <class real>
 struct column_sum {
@@ -76,13 +93,13 @@ __device__ inline total<double> total_of(column_sum<double> a) {
     return t;
 }
 
-// dx of one pack, and what its columns add to dweight and dbias. OUT weight_terms
+// dx of one pack before it is rounded, and what its columns add to dweight. OUT dx, weight_terms
 template <bool CENTERED, class S>
-__device__ inline pack<S> gradient_pack(const pack<S>& x, const pack<S>& dy, const typename S::real (&w)[pack<S>::VALUES],
-                                        const gradient_row<typename S::real>& r,
-                                        typename S::real (&weight_terms)[pack<S>::VALUES]) {
+__device__ inline void gradient_pack(typename S::real (&dx)[pack<S>::VALUES],
+                                     typename S::real (&weight_terms)[pack<S>::VALUES], const pack<S>& x,
+                                     const pack<S>& dy, const typename S::real (&w)[pack<S>::VALUES],
+                                     const gradient_row<typename S::real>& r) {
     typedef typename S::real real;
-    pack<S> dx;
 #pragma unroll
     for (int i = 0; i < pack<S>::VALUES; i++) {
         real g = dy.get(i), d = x.get(i), wdy = g * w[i];
@@ -91,9 +108,22 @@ __device__ inline pack<S> gradient_pack(const pack<S>& x, const pack<S>& dy, con
             wdy -= r.c2;
         }
         weight_terms[i] = g * (d * r.rstd);
-        dx.set(i, fused(-d, r.k, wdy) * r.rstd);
+        dx[i] = fused(-d, r.k, wdy) * r.rstd;
     }
-    return dx;
+}
+
+// n values of dx, and of dresidual if there is one: alpha times what has not been rounded to storage yet.
+template <class S>
+__device__ inline void write_gradients(char* dx, char* dresidual, const typename S::real (&a)[pack<S>::VALUES],
+                                       typename S::real alpha, int n, int width) {
+    pack<S> out;
+#pragma unroll
+    for (int i = 0; i < pack<S>::VALUES; i++) out.set(i, a[i]);
+    write_pack(dx, out, n, width);
+    if (!dresidual) return;
+#pragma unroll
+    for (int i = 0; i < pack<S>::VALUES; i++) out.set(i, alpha * a[i]);
+    write_pack(dresidual, out, n, width);
 }
 
 // weight as both sweeps need it: ones if there is none. OUT w

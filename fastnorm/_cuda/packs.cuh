@@ -142,18 +142,19 @@ struct share {
     }
 };
 
-// The packs of a thread: in registers, or with PACKS = 0 in shared memory.
-template <class S, int PACKS>
-struct row_packs : share<S> {
+// The packs of a thread: in registers, or with PACKS = 0 in shared memory. SHARE: which ones they are.
+template <class S, int PACKS, class SHARE = share<S>>
+struct row_packs : SHARE {
     pack<S> own[PACKS];
-    __device__ row_packs(index_t n, const team& t, char*) : share<S>(n, t) {}
+    __device__ row_packs(index_t n, const team& t, char*) : SHARE(n, t) {}
+    __device__ explicit row_packs(const SHARE& mine) : SHARE(mine) {}
     __device__ int count() const { return PACKS; }
     __device__ pack<S>& operator[](int k) { return own[k]; }
     __device__ const pack<S>& operator[](int k) const { return own[k]; }
 };
 
 template <class S>
-struct row_packs<S, 0> : share<S> {
+struct row_packs<S, 0, share<S>> : share<S> {
     pack<S>* own;
     int packs;
     __device__ row_packs(index_t n, const team& t, char* memory)
@@ -171,5 +172,27 @@ __device__ inline void read_packs(row_packs<S, PACKS>& x, const char* row, bool 
     for (int k = 0; k < x.count(); k++) {
         int n = here ? x.valid(k) : 0;
         x[k] = n > 0 ? read_pack<S>(row + x.first(k) * sizeof(typename S::bits), n, width) : pack<S>();
+    }
+}
+
+// x + alpha * residual as it is stored, in the place of x: the product and the sum are rounded each.
+template <class S, int PACKS>
+__device__ inline void add_packs(row_packs<S, PACKS>& x, const char* residual, typename S::real alpha, bool here, int width) {
+#pragma unroll
+    for (int k = 0; k < x.count(); k++) {
+        int n = here ? x.valid(k) : 0;
+        if (n == 0) continue;
+        pack<S> r = read_pack<S>(residual + x.first(k) * sizeof(typename S::bits), n, width);
+#pragma unroll
+        for (int i = 0; i < pack<S>::VALUES; i++) x[k].set(i, x[k].get(i) + alpha * r.get(i));
+    }
+}
+
+template <class S, int PACKS>
+__device__ inline void write_packs(char* row, const row_packs<S, PACKS>& x, bool here, int width) {
+#pragma unroll
+    for (int k = 0; k < x.count(); k++) {
+        int n = here ? x.valid(k) : 0;
+        if (n > 0) write_pack(row + x.first(k) * sizeof(typename S::bits), x[k], n, width);
     }
 }

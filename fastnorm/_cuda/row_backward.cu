@@ -1,4 +1,5 @@
-// Backward of rows that fit into registers: dx, and partial sums for dweight and dbias. x and dy are read once.
+// Backward of rows that fit into registers: dx, dresidual, and partial sums for dweight and dbias. x, dy and dh are read
+// once.
 // Each block goes through rows blockIdx, blockIdx + gridDim, ... with a team of threads a row; a thread keeps its
 // columns, and with them its sums, for all of them. No atomics: each block leaves one row of partial sums.
 //
@@ -106,12 +107,14 @@ __device__ inline void leave_partials(const row_sums& sums, const team& t, const
     }
 }
 
-// IN dy, x[n_rows, n_cols], weight[n_cols], mean[n_rows], rstd[n_rows];
-// OUT dx[n_rows, n_cols], partials[gridDim, N_SUMS, n_cols]. Strides in bytes; weight and partials may be null.
+// IN dy, dh, x[n_rows, n_cols], weight[n_cols], mean[n_rows], rstd[n_rows];
+// OUT dx, dresidual[n_rows, n_cols], partials[gridDim, N_SUMS, n_cols]. Strides in bytes; dh, weight, dresidual and
+// partials may be null. dx may be dy, dh or x.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-row_backward(const char* dy, index_t dy_stride, const char* x, index_t x_stride, const char* weight,
-             index_t weight_is_narrow, double weight_offset, const char* mean, const char* rstd, char* dx,
-             index_t dx_stride, char* partials, index_t n_rows, index_t n_cols, index_t width, index_t team_size) {
+row_backward(const char* dy, index_t dy_stride, const char* dh, index_t dh_stride, const char* x, index_t x_stride,
+             const char* weight, index_t weight_is_narrow, double weight_offset, const char* mean, const char* rstd,
+             double alpha, char* dx, index_t dx_stride, char* dresidual, index_t dresidual_stride, char* partials,
+             index_t n_rows, index_t n_cols, index_t width, index_t team_size) {
     team t = open_team((int)team_size, shared_memory());
     int n_teams = blockDim.x / t.size;
     char* memory = shared_memory() + (t.size > 32 ? n_teams * SLOTS_BYTES : 0);
@@ -140,6 +143,9 @@ row_backward(const char* dy, index_t dy_stride, const char* x, index_t x_stride,
             read_packs(x_row, x + row * x_stride, here, (int)width);
             read_packs(dy_row, dy + row * dy_stride, here, (int)width);
         }
+        // On its way while the row is summed up.
+        row_packs<S, PACKS> dh_row(n_cols, t, 0);
+        if (dh) read_packs(dh_row, dh + row * dh_stride, here, (int)width);
         gradient_row<real> r = {0, 0, 0, 0, 0};
         if (here) {
             if (CENTERED) r.mean = read_by_all<real>(mean + row * sizeof(real), t.rank == 0);
@@ -157,10 +163,17 @@ row_backward(const char* dy, index_t dy_stride, const char* x, index_t x_stride,
         for (int k = 0; k < PACKS; k++) {
             real (&wr)[VALUES] = w[SHARED_SUMS ? 0 : k];
             if (SHARED_SUMS) read_weight<S>(wr, weights, x_row.first(k), x_row.valid(k));
-            real weight_terms[VALUES], bias_terms[VALUES];
-            pack<S> out = gradient_pack<CENTERED>(x_row[k], dy_row[k], wr, r, weight_terms);
-            if (here && x_row.valid(k) > 0)
-                write_pack<S>(dx + row * dx_stride + x_row.first(k) * sizeof(S::bits), out, x_row.valid(k), (int)width);
+            real out[VALUES], weight_terms[VALUES], bias_terms[VALUES];
+            gradient_pack<CENTERED>(out, weight_terms, x_row[k], dy_row[k], wr, r);
+            if (dh)
+#pragma unroll
+                for (int i = 0; i < VALUES; i++) out[i] += dh_row[k].get(i);
+            if (here && x_row.valid(k) > 0) {
+                index_t offset = x_row.first(k) * sizeof(S::bits);
+                write_gradients<S>(dx + row * dx_stride + offset,
+                                   dresidual ? dresidual + row * dresidual_stride + offset : 0, out, (real)alpha,
+                                   x_row.valid(k), (int)width);
+            }
             if (!partials || !here) continue;
             sums.add(k, 0, weight_terms);
             if (CENTERED) {

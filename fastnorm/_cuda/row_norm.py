@@ -3,97 +3,112 @@
 All kernel arguments are pointers, 64-bit integers and doubles, which is what CuPy makes of Python's numbers.
 Only allocations and our own kernels, all on the current stream: what was called before can be captured in a graph.
 """
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
 
 import cupy
-import numpy as np
 
-from fastnorm._cuda import devices, geometry, sources
-from fastnorm._cuda.copies import FLOATS, copy, is_aligned, merged, storage_number
-
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+from fastnorm._cuda import devices, geometry, sources, views
+from fastnorm._cuda.copies import copy, storage_number
 
 
-class Rows(NamedTuple):
-    """Rows of contiguous columns."""
-
-    array: Any          # whose memory it is
-    pointer: int
-    stride: int         # from row to row, in bytes
-
-
-def row_norm_forward(x, n_axes, weight, weight_offset, bias, eps, y, mean, rstd, centered):
-    """Fill y, mean and rstd. fastnorm._backend has the contract of all wings."""
-    dtype, arithmetic = _storage(x.dtype, y.dtype)
+def row_norm_forward(x, residual, alpha, n_axes, weight, weight_offset, bias, eps, y, h, mean, rstd, centered):
+    """Fill y, h, mean and rstd; without y only h. fastnorm._backend has the contract of all wings."""
+    fused = residual is not None
+    dtype, arithmetic = views.storage((h if fused else x).dtype, (h if y is None else y).dtype)
+    if fused and not _sums_as_stored(dtype, arithmetic, x.dtype, residual.dtype, h.dtype):
+        wide = cupy.empty(h.shape, arithmetic)
+        row_norm_forward(x, residual, alpha, n_axes, None, 0.0, None, 0.0, None, wide, None, None, False)
+        copy(wide, h)
+        x, residual, fused = h, None, False
     n_rows, n_cols = _size(x, n_axes)
-    x_rows = _rows(x, n_axes, n_cols, dtype)
-    y_rows = _rows(y, n_axes, n_cols, dtype, fresh=True)
+    x_rows = views.rows(x, n_axes, n_cols, dtype)
+    residual_rows, h_rows = views.NO_ROWS, views.NO_ROWS
+    if fused:
+        residual_rows = views.rows(residual, n_axes, n_cols, dtype)
+        h_rows = views.rows(h, n_axes, n_cols, dtype, fresh=True)
+    y_rows = views.NO_ROWS if y is None else views.rows(y, n_axes, n_cols, dtype, fresh=True)
     # The arrays stay alive by these names until the kernels are launched.
     weight, *weight_arguments = _parameter(weight, dtype, arithmetic)
     bias, *bias_arguments = _parameter(bias, dtype, arithmetic)
-    width = _width(x_rows, y_rows)
+    width = views.width(x_rows, residual_rows, h_rows, y_rows)
     program = _program("forward", devices.current(), n_cols, dtype, centered)
     plan, launch = program.plan, program.launch
-    mean_pointer, rstd_pointer = _pointer(mean), _pointer(rstd)
+    inputs = (x_rows.pointer, x_rows.stride, residual_rows.pointer, residual_rows.stride, alpha)
+    mean_pointer, rstd_pointer = views.pointer(mean), views.pointer(rstd)
     if plan.source == "row_forward":
         launch("row_forward", -(-n_rows // plan.teams),
-               (x_rows.pointer, x_rows.stride, *weight_arguments, weight_offset, *bias_arguments, eps, y_rows.pointer,
-                y_rows.stride, mean_pointer, rstd_pointer, n_rows, n_cols, width, plan.team))
+               (*inputs, *weight_arguments, weight_offset, *bias_arguments, eps, y_rows.pointer, y_rows.stride,
+                h_rows.pointer, h_rows.stride, mean_pointer, rstd_pointer, n_rows, n_cols, width, plan.team))
+    elif y is None:
+        launch("slice_forward_sums", n_rows * geometry.slices_of(n_cols, dtype.itemsize),
+               (*inputs, h_rows.pointer, h_rows.stride, eps, 0, n_cols, width))
     else:
         n_slices = geometry.slices_of(n_cols, dtype.itemsize)
-        slices, scales = cupy.empty(n_rows * n_slices * 4, _FLOAT64), cupy.empty(n_rows * 4, _FLOAT64)
+        slices, scales = cupy.empty(n_rows * n_slices * 4, views.FLOAT64), cupy.empty(n_rows * 4, views.FLOAT64)
         launch("slice_forward_sums", n_rows * n_slices,
-               (x_rows.pointer, x_rows.stride, eps, slices.data.ptr, n_cols, width))
+               (*inputs, h_rows.pointer, h_rows.stride, eps, slices.data.ptr, n_cols, width))
         launch("slice_forward_settle", n_rows,
                (slices.data.ptr, eps, scales.data.ptr, mean_pointer, rstd_pointer, n_cols))
+        normalized = h_rows if fused else x_rows
         launch("slice_forward_apply", n_rows * n_slices,
-               (x_rows.pointer, x_rows.stride, scales.data.ptr, *weight_arguments, weight_offset, *bias_arguments,
-                y_rows.pointer, y_rows.stride, n_cols, width))
-    _deliver(y_rows, y)
+               (normalized.pointer, normalized.stride, scales.data.ptr, *weight_arguments, weight_offset,
+                *bias_arguments, y_rows.pointer, y_rows.stride, n_cols, width))
+    if fused:
+        views.deliver(h_rows, h)
+    if y is not None:
+        views.deliver(y_rows, y)
 
 
-def row_norm_backward(dy, x, n_axes, weight, weight_offset, mean, rstd, dx, dweight, dbias, centered):
-    """Fill dx, dweight and dbias. fastnorm._backend has the contract of all wings."""
-    dtype, arithmetic = _storage(x.dtype, dx.dtype, dy.dtype)
+def row_norm_backward(dy, dh, x, n_axes, weight, weight_offset, mean, rstd, alpha, dx, dresidual, dweight, dbias,
+                      centered):
+    """Fill dx, dresidual, dweight and dbias. fastnorm._backend has the contract of all wings."""
+    others = [a.dtype for a in (dx, dy, dh, dresidual) if a is not None]
+    dtype, arithmetic = views.storage(x.dtype, *others)
     n_rows, n_cols = _size(x, n_axes)
-    dy_rows = _rows(dy, n_axes, n_cols, dtype)
-    x_rows = dy_rows if dy is x else _rows(x, n_axes, n_cols, dtype)
-    dx_rows = _rows(dx, n_axes, n_cols, dtype, fresh=True)
+    dy_rows = views.rows(dy, n_axes, n_cols, dtype)
+    x_rows = dy_rows if dy is x else views.rows(x, n_axes, n_cols, dtype)
+    dh_rows = views.NO_ROWS if dh is None else views.rows(dh, n_axes, n_cols, dtype)
+    dx_rows = views.rows(dx, n_axes, n_cols, dtype, fresh=True)
+    dresidual_rows = views.NO_ROWS if dresidual is None else views.rows(dresidual, n_axes, n_cols, dtype, fresh=True)
     weight, *weight_arguments = _parameter(weight, dtype, arithmetic)
-    width = _width(dy_rows, x_rows, dx_rows)
+    width = views.width(dy_rows, dh_rows, x_rows, dx_rows, dresidual_rows)
     number = devices.current()
     multiprocessors = devices.properties(number).multiprocessors
     program = _program("backward", number, n_cols, dtype, centered)
     plan, launch = program.plan, program.launch
     n_sums = 2 if centered else 1
-    inputs = (dy_rows.pointer, dy_rows.stride, x_rows.pointer, x_rows.stride)
-    mean_pointer, rstd_pointer = _pointer(mean), rstd.data.ptr
+    dy_argument, x_argument = (dy_rows.pointer, dy_rows.stride), (x_rows.pointer, x_rows.stride)
+    inputs = (*dy_argument, dh_rows.pointer, dh_rows.stride, *x_argument)
+    outputs = (alpha, dx_rows.pointer, dx_rows.stride, dresidual_rows.pointer, dresidual_rows.stride)
+    mean_pointer, rstd_pointer = views.pointer(mean), rstd.data.ptr
     if plan.source == "row_backward":
         n_partials = geometry.backward_blocks(plan, n_rows, multiprocessors, dweight is not None)
         partials = _partials(dweight, n_partials, n_sums, n_cols, arithmetic)
         launch("row_backward", n_partials,
-               (*inputs, *weight_arguments, weight_offset, mean_pointer, rstd_pointer, dx_rows.pointer, dx_rows.stride,
-                _pointer(partials), n_rows, n_cols, width, plan.team))
+               (*inputs, *weight_arguments, weight_offset, mean_pointer, rstd_pointer, *outputs,
+                views.pointer(partials), n_rows, n_cols, width, plan.team))
     else:
         n_slices = geometry.slices_of(n_cols, dtype.itemsize)
         runs, rows_per_chunk, n_partials = geometry.backward_chunks(n_rows, n_cols, dtype.itemsize, multiprocessors)
         partials = _partials(dweight, n_partials, n_sums, n_cols, arithmetic)
         # Three totals for each slice, of one double or two; five numbers for each row.
-        slices = cupy.empty(n_rows * n_slices * 3 * (1 if arithmetic is _FLOAT32 else 2), _FLOAT64)
+        slices = cupy.empty(n_rows * n_slices * 3 * (1 if arithmetic is views.FLOAT32 else 2), views.FLOAT64)
         scales = cupy.empty(n_rows * 5, arithmetic)
         launch("slice_backward_sums", n_rows * n_slices,
-               (*inputs, *weight_arguments, weight_offset, mean_pointer, slices.data.ptr, n_cols, width))
+               (*dy_argument, *x_argument, *weight_arguments, weight_offset, mean_pointer, slices.data.ptr, n_cols,
+                width))
         launch("slice_backward_settle", n_rows, (slices.data.ptr, mean_pointer, rstd_pointer, scales.data.ptr, n_cols))
         launch("slice_backward_apply", runs * n_partials,
-               (*inputs, scales.data.ptr, *weight_arguments, weight_offset, dx_rows.pointer, dx_rows.stride,
-                _pointer(partials), n_rows, n_cols, rows_per_chunk, width))
+               (*inputs, scales.data.ptr, *weight_arguments, weight_offset, *outputs, views.pointer(partials), n_rows,
+                n_cols, rows_per_chunk, width))
     if dweight is not None:
         finish = sources.kernel(number, "finish_sums.cu", "finish_sums", storage=arithmetic.name)
         finish((-(-n_cols // 32), n_sums), (256,),
-               (partials.data.ptr, dweight.data.ptr, _pointer(dbias), storage_number(dweight.dtype), dweight.itemsize,
-                n_partials, n_sums, n_cols), shared_mem=256 * 2 * arithmetic.itemsize)
-    _deliver(dx_rows, dx)
+               (partials.data.ptr, dweight.data.ptr, views.pointer(dbias), storage_number(dweight.dtype),
+                dweight.itemsize, n_partials, n_sums, n_cols), shared_mem=256 * 2 * arithmetic.itemsize)
+    views.deliver(dx_rows, dx)
+    if dresidual is not None:
+        views.deliver(dresidual_rows, dresidual)
 
 
 class Program:
@@ -121,12 +136,9 @@ def _program(direction, number, n_cols, dtype, centered):
     return Program(number, plan, dtype, centered)
 
 
-@cache
-def _storage(x, *others):
-    """(the dtype that the kernels work on, the arithmetic type). That of all arrays if they agree on a float type;
-    otherwise the arithmetic type of x, to and from which a copy converts."""
-    arithmetic = _FLOAT32 if x.name in FLOATS and x != _FLOAT64 else _FLOAT64
-    return x if x.name in FLOATS and all(a == x for a in others) else arithmetic, arithmetic
+def _sums_as_stored(dtype, arithmetic, x, residual, h):
+    """Whether kernels that work on dtype find in x and residual all their digits, and round the sum to that of h."""
+    return h == dtype and (dtype == arithmetic or x == residual == dtype)
 
 
 def _size(x, n_axes):
@@ -134,37 +146,6 @@ def _size(x, n_axes):
     for n in x.shape[x.ndim - n_axes:]:
         n_cols *= n
     return x.size // n_cols, n_cols
-
-
-def _rows(a, n_axes, n_cols, dtype, fresh=False):
-    """The rows of an array as kernels take them: where they are, if the columns lie next to each other and one stride
-    leads from row to row; otherwise in a copy. fresh: only the place is wanted, not what is there."""
-    if a.dtype == dtype:
-        if a.flags.c_contiguous and a.data.ptr % dtype.itemsize == 0:
-            return Rows(a, a.data.ptr, n_cols * dtype.itemsize)
-        cut = a.ndim - n_axes
-        row_shape, row_strides = merged(a.shape[:cut], a.strides[:cut])
-        column_shape, column_strides = merged(a.shape[cut:], a.strides[cut:])
-        if len(row_shape) <= 1 and column_strides in ((), (dtype.itemsize,)) and is_aligned(a):
-            return Rows(a, a.data.ptr, row_strides[0] if row_strides else n_cols * dtype.itemsize)
-    rows = cupy.empty(a.shape, dtype)
-    if not fresh:
-        copy(a, rows)
-    return Rows(rows, rows.data.ptr, n_cols * dtype.itemsize)
-
-
-def _deliver(rows, array):
-    """To the array itself, if the rows were elsewhere."""
-    if rows.array is not array:
-        copy(rows.array, array)
-
-
-def _width(*rows):
-    """The widest access in bytes that all rows are aligned for."""
-    bits = 16
-    for r in rows:
-        bits |= r.pointer | r.stride
-    return bits & -bits
 
 
 def _parameter(a, dtype, arithmetic):
@@ -177,10 +158,6 @@ def _parameter(a, dtype, arithmetic):
         copy(a, row)
         a = row
     return a, a.data.ptr, int(a.dtype != arithmetic)
-
-
-def _pointer(a):
-    return 0 if a is None else a.data.ptr
 
 
 def _partials(dweight, n_partials, n_sums, n_cols, arithmetic):

@@ -1,6 +1,6 @@
 // Backward of rows of any length. Three kernels: the sums of each slice of THREADS * PACKS packs, those of each row,
 // then dx and partial sums for dweight and dbias, where a block keeps THREADS packs of columns for all its rows.
-// x and dy are read twice.
+// x and dy are read twice, dh once.
 //
 // KERNEL_STORAGE, KERNEL_CENTERED, KERNEL_PACKS, KERNEL_THREADS as in row_forward.cu
 #include "gradients.cuh"
@@ -13,7 +13,6 @@ const int PACKS = KERNEL_PACKS, THREADS = KERNEL_THREADS;
 const int VALUES = pack<S>::VALUES, N_SUMS = CENTERED ? 2 : 1;
 const index_t SLICE = (index_t)THREADS * PACKS * VALUES, COLUMNS = (index_t)THREADS * VALUES;
 
-struct slice_sums { total<real> d, wdy, wdy_d; };
 struct row_scale { real mean, rstd, lo, k, c2; };
 
 __device__ inline index_t n_slices(index_t n_cols) { return (n_cols + SLICE - 1) / SLICE; }
@@ -41,7 +40,7 @@ slice_backward_sums(const char* dy, index_t dy_stride, const char* x, index_t x_
     total<real> all[3] = {sums.d.result(), sums.wdy.result(), sums.wdy_d.result()};
     over_team(all, t, total_of((real)0), add());
     if (t.rank == 0) {
-        slice_sums s = {all[0], all[1], all[2]};
+        slice_sums<real> s = {all[0], all[1], all[2]};
         write(slices + (index_t)blockIdx.x * sizeof(s), s);
     }
 }
@@ -51,14 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 slice_backward_settle(const char* slices, const char* mean, const char* rstd, char* rows, index_t n_cols) {
     team t = open_team(THREADS, shared_memory());
     index_t row = blockIdx.x, count = n_slices(n_cols);
-    total<real> all[3] = {total_of((real)0), total_of((real)0), total_of((real)0)};
-    for (index_t k = t.rank; k < count; k += THREADS) {
-        slice_sums s = read<slice_sums>(slices + (row * count + k) * sizeof(s));
-        all[0] = added(all[0], s.d);
-        all[1] = added(all[1], s.wdy);
-        all[2] = added(all[2], s.wdy_d);
-    }
-    over_team(all, t, total_of((real)0), add());
+    total<real> all[3];
+    put_together(all, slices + row * count * sizeof(slice_sums<real>), count, t);
     gradient_row<real> r = {0, read_by_all<real>(rstd + row * sizeof(real), t.rank == 0), 0, 0, 0};
     if (CENTERED) r.mean = read_by_all<real>(mean + row * sizeof(real), t.rank == 0);
     gradient_sums<CENTERED, real>::settle_from(r, all[0], all[1], all[2], divisor<real>(n_cols));
@@ -68,12 +61,14 @@ slice_backward_settle(const char* slices, const char* mean, const char* rstd, ch
     }
 }
 
-// IN dy, x[n_rows, n_cols], rows[n_rows], weight[n_cols]; OUT dx[n_rows, n_cols], partials[n_chunks, N_SUMS, n_cols].
-// A block has one run of columns and one chunk of rows.
+// IN dy, dh, x[n_rows, n_cols], rows[n_rows], weight[n_cols]; OUT dx, dresidual[n_rows, n_cols],
+// partials[n_chunks, N_SUMS, n_cols]. A block has one run of columns and one chunk of rows. dh, weight, dresidual and
+// partials may be null; dx may be dy, dh or x.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-slice_backward_apply(const char* dy, index_t dy_stride, const char* x, index_t x_stride, const char* rows,
-                     const char* weight, index_t weight_is_narrow, double weight_offset, char* dx, index_t dx_stride,
-                     char* partials, index_t n_rows, index_t n_cols, index_t rows_per_chunk, index_t width) {
+slice_backward_apply(const char* dy, index_t dy_stride, const char* dh, index_t dh_stride, const char* x, index_t x_stride,
+                     const char* rows, const char* weight, index_t weight_is_narrow, double weight_offset, double alpha,
+                     char* dx, index_t dx_stride, char* dresidual, index_t dresidual_stride, char* partials,
+                     index_t n_rows, index_t n_cols, index_t rows_per_chunk, index_t width) {
     index_t n_runs = (n_cols + COLUMNS - 1) / COLUMNS, chunk = blockIdx.x / n_runs;
     index_t first = (blockIdx.x % n_runs * THREADS + threadIdx.x) * VALUES;
     index_t row = chunk * rows_per_chunk, end = smaller(row + rows_per_chunk, n_rows);
@@ -84,17 +79,24 @@ slice_backward_apply(const char* dy, index_t dy_stride, const char* x, index_t x
     read_weight<S>(w, parameter_row<S>(weight, weight_is_narrow != 0, (real)weight_offset), first, n);
     column_sum<real> weight_sums[VALUES] = {}, bias_sums[VALUES] = {};
     pack<S> next_x = read_pack<S>(x + row * x_stride + offset, n, (int)width);
-    pack<S> next_dy = read_pack<S>(dy + row * dy_stride + offset, n, (int)width);
+    pack<S> next_dy = read_pack<S>(dy + row * dy_stride + offset, n, (int)width), next_dh;
+    if (dh) next_dh = read_pack<S>(dh + row * dh_stride + offset, n, (int)width);
     for (; row < end; row++) {
-        pack<S> x_pack = next_x, dy_pack = next_dy;
+        pack<S> x_pack = next_x, dy_pack = next_dy, dh_pack = next_dh;
         if (row + 1 < end) {
             next_x = read_pack<S>(x + (row + 1) * x_stride + offset, n, (int)width);
             next_dy = read_pack<S>(dy + (row + 1) * dy_stride + offset, n, (int)width);
+            if (dh) next_dh = read_pack<S>(dh + (row + 1) * dh_stride + offset, n, (int)width);
         }
         row_scale s = read_by_all<row_scale>(rows + row * sizeof(s), threadIdx.x == 0);
         gradient_row<real> r = {s.mean, s.rstd, s.lo, s.k, s.c2};
-        real terms[VALUES];
-        write_pack<S>(dx + row * dx_stride + offset, gradient_pack<CENTERED>(x_pack, dy_pack, w, r, terms), n, (int)width);
+        real terms[VALUES], values[VALUES];
+        gradient_pack<CENTERED>(values, terms, x_pack, dy_pack, w, r);
+        if (dh)
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) values[i] += dh_pack.get(i);
+        write_gradients<S>(dx + row * dx_stride + offset, dresidual ? dresidual + row * dresidual_stride + offset : 0,
+                           values, (real)alpha, n, (int)width);
 #pragma unroll
         for (int i = 0; i < VALUES; i++) {
             weight_sums[i].add(terms[i]);

@@ -1,18 +1,15 @@
 // Forward of rows of any length, a slice of THREADS * PACKS packs at a time. Three kernels: the moments of each
-// slice, the statistics of each row from those, y. x is read twice.
+// slice, the statistics of each row from those, y. x is read twice; with a residual, x and residual are read once, and
+// h is written and read again.
 //
 // KERNEL_STORAGE, KERNEL_CENTERED, KERNEL_PACKS, KERNEL_THREADS as in row_forward.cu
 #include "apply.cuh"
+#include "slices.cuh"
 
 typedef KERNEL_STORAGE S;
 typedef S::real real;
 const bool CENTERED = KERNEL_CENTERED;
 const int PACKS = KERNEL_PACKS, THREADS = KERNEL_THREADS;
-
-
-// One slice: about hi, times 2^exponent (its squares twice that). A slice of zeros has no exponent of its own.
-struct slice_moments { double hi, lo, square, exponent; };
-const double NO_EXPONENT = -4096;
 
 // One row: x * 2^-exponent is what hi, lo and rstd belong to.
 struct row_scale { double hi, lo, rstd, exponent; };
@@ -22,80 +19,46 @@ const index_t SLICE = (index_t)THREADS * PACKS * pack<S>::VALUES;
 __device__ inline index_t n_slices(index_t n_cols) { return (n_cols + SLICE - 1) / SLICE; }
 __device__ inline index_t slice_length(index_t slice, index_t n_cols) { return smaller(SLICE, n_cols - slice * SLICE); }
 
-// IN x[n_rows, n_cols]; OUT slices[n_rows, n_slices]. A block a slice.
+// IN x, residual[n_rows, n_cols]; OUT h[n_rows, n_cols], slices[n_rows, n_slices]. A block a slice. residual and h may
+// be null together; without slices only h is wanted.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-slice_forward_sums(const char* x, index_t x_stride, double eps, char* slices, index_t n_cols, index_t width) {
+slice_forward_sums(const char* x, index_t x_stride, const char* residual, index_t residual_stride, double alpha, char* h,
+                   index_t h_stride, double eps, char* slices, index_t n_cols, index_t width) {
     team t = open_team(THREADS, shared_memory());
     index_t row = blockIdx.x / n_slices(n_cols), slice = blockIdx.x % n_slices(n_cols);
     row_packs<S, PACKS> packs(slice_length(slice, n_cols), t, 0);
-    read_packs(packs, x + row * x_stride + slice * SLICE * sizeof(S::bits), true, (int)width);
+    index_t offset = slice * SLICE * sizeof(S::bits);
+    read_packs(packs, x + row * x_stride + offset, true, (int)width);
+    if (residual) {
+        add_packs(packs, residual + row * residual_stride + offset, (real)alpha, true, (int)width);
+        write_packs(h + row * h_stride + offset, packs, true, (int)width);
+        if (!slices) return;
+    }
     divisor<real> n(packs.n_cols);
     int exponent;
     bool finite;
     moments<real> m = measure_in_range<CENTERED>(packs, t, n, eps, &exponent, &finite);
-    bool zeros = finite && m.hi == 0 && m.square == 0;
-    if (t.rank == 0) {
-        // hi alone says it when there is an infinity.
-        double lo = is_finite(m.hi) ? m.lo : 0;
-        slice_moments s = {m.hi, lo, m.square, zeros ? NO_EXPONENT : (double)exponent};
-        write(slices + (index_t)blockIdx.x * sizeof(s), s);
-    }
+    if (t.rank == 0) write(slices + (index_t)blockIdx.x * sizeof(slice_moments), slice_of(m, exponent));
 }
 
-// A slice as the row sees it: times 2^-exponent.
-__device__ inline slice_moments rescaled(slice_moments s, double exponent) {
-    if (s.exponent == exponent || s.exponent == NO_EXPONENT) return s;
-    // Further apart than that, nothing is left of it.
-    power scale((int)smaller(exponent - s.exponent, 2044.0));
-    slice_moments r = {scale.times(s.hi), scale.times(s.lo), scale.times_square(s.square), exponent};
-    return r;
-}
+struct slices_of_row {
+    const char* first;
+    index_t count, n_cols;
+    __device__ slice_moments get(index_t k) const { return read<slice_moments>(first + k * sizeof(slice_moments)); }
+    __device__ double length(index_t k) const { return (double)slice_length(k, n_cols); }
+};
 
 // IN slices[n_rows, n_slices]; OUT rows[n_rows], mean[n_rows], rstd[n_rows]. A block a row.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 slice_forward_settle(const char* slices, double eps, char* rows, char* mean, char* rstd, index_t n_cols) {
     team t = open_team(THREADS, shared_memory());
     index_t row = blockIdx.x, count = n_slices(n_cols);
-    const char* mine = slices + row * count * sizeof(slice_moments);
-    divisor<real> n(n_cols);
-    // The largest exponent that a slice was scaled by, and the largest of what stands in any.
-    double exponent[2] = {NO_EXPONENT, NO_EXPONENT};
-    for (index_t k = t.rank; k < count; k += THREADS) {
-        slice_moments s = read<slice_moments>(mine + k * sizeof(s));
-        exponent[0] = larger()(exponent[0], s.exponent);
-        double size = fabs(s.hi) + fabs(s.lo) + sqrt(s.square);
-        if (s.exponent != NO_EXPONENT && is_finite(size))
-            exponent[1] = larger()(exponent[1], s.exponent + exponent_of(size));
-    }
-    over_team(exponent, t, NO_EXPONENT, larger());
-    if (exponent[0] == NO_EXPONENT) exponent[0] = 0;
-    // Each slice may be in range and the sums over all of them not.
-    if (exponent[1] > 480) exponent[0] = exponent[1];
-
-    moments<real> m = {0, 0, 0};
-    if (CENTERED) {
-        double sum[1] = {0};
-        for (index_t k = t.rank; k < count; k += THREADS) {
-            slice_moments s = rescaled(read<slice_moments>(mine + k * sizeof(s)), exponent[0]);
-            sum[0] += (s.hi + s.lo) * slice_length(k, n_cols);
-        }
-        over_team(sum, t, 0.0, add());
-        m.hi = (real)n.divide(sum[0]);
-    }
-    // Both as sums of doubles with what they round away.
-    total<double> sums[2] = {total_of(0.0), total_of(0.0)};
-    for (index_t k = t.rank; k < count; k += THREADS) {
-        slice_moments s = rescaled(read<slice_moments>(mine + k * sizeof(s)), exponent[0]);
-        double length = (double)slice_length(k, n_cols), d = (s.hi - m.hi) + s.lo, variance = s.square - s.lo * s.lo;
-        sums[0] = added(sums[0], total_of(d * length));
-        sums[1] = added(sums[1], total_of(((variance < 0 ? 0 : variance) + d * d) * length));
-    }
-    over_team(sums, t, total_of(0.0), add());
-    m.lo = CENTERED ? n.divide(sums[0].value()) : 0;
-    m.square = n.divide(sums[1].value());
-    scale_of_row<real> s = settle(m, eps, (int)exponent[0], is_finite(m.square));
+    slices_of_row mine = {slices + row * count * sizeof(slice_moments), count, n_cols};
+    int exponent;
+    moments<real> m = put_together<CENTERED>(mine, t, divisor<real>(n_cols), &exponent);
+    scale_of_row<real> s = settle(m, eps, exponent, is_finite(m.square));
     if (t.rank == 0) {
-        row_scale r = {s.hi, s.lo, s.rstd, exponent[0]};
+        row_scale r = {s.hi, s.lo, s.rstd, (double)exponent};
         write(rows + row * sizeof(r), r);
         if (mean) write<real>(mean + row * sizeof(real), (real)s.saved_mean);
         if (rstd) write<real>(rstd + row * sizeof(real), (real)s.saved_rstd);

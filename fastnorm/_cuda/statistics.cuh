@@ -18,8 +18,8 @@ struct moments {
     }
 };
 
-template <bool CENTERED, class S, int PACKS>
-__device__ inline moments<typename S::real> measure(const row_packs<S, PACKS>& x, team& t,
+template <bool CENTERED, class S, int PACKS, class SHARE>
+__device__ inline moments<typename S::real> measure(const row_packs<S, PACKS, SHARE>& x, team& t,
                                                     const divisor<typename S::real>& n) {
     typedef typename S::real real;
     const int VALUES = pack<S>::VALUES;
@@ -72,8 +72,8 @@ __device__ inline bool out_of_range(double variance_and_eps) {
 }
 
 // The power of two that brings a row whose squares left the range back into it; finite: whether the row is.
-template <class S, int PACKS>
-__device__ inline int exponent_of_row(const row_packs<S, PACKS>& x, team& t, double eps, bool* finite) {
+template <class S, int PACKS, class SHARE>
+__device__ inline int exponent_of_row(const row_packs<S, PACKS, SHARE>& x, team& t, double eps, bool* finite) {
     typedef typename S::real real;
     real largest[1] = {0};
 #pragma unroll
@@ -91,8 +91,8 @@ __device__ inline int exponent_of_row(const row_packs<S, PACKS>& x, team& t, dou
 }
 
 // x * 2^-exponent, where it stands.
-template <class S, int PACKS>
-__device__ inline void scale_packs(row_packs<S, PACKS>& x, int exponent) {
+template <class S, int PACKS, class SHARE>
+__device__ inline void scale_packs(row_packs<S, PACKS, SHARE>& x, int exponent) {
     if (exponent == 0) return;
     power scale(exponent);
 #pragma unroll
@@ -126,8 +126,8 @@ __device__ inline scale_of_row<real> settle(const moments<real>& m, double eps, 
 
 // The moments of x about its centre. Where squares leave the range of real, x is multiplied in place by the power of
 // two that brings them back. OUT exponent: x is what it was times 2^-exponent; finite: whether all of it is.
-template <bool CENTERED, class S, int PACKS>
-__device__ inline moments<typename S::real> measure_in_range(row_packs<S, PACKS>& x, team& t,
+template <bool CENTERED, class S, int PACKS, class SHARE>
+__device__ inline moments<typename S::real> measure_in_range(row_packs<S, PACKS, SHARE>& x, team& t,
                                                              const divisor<typename S::real>& n, double eps,
                                                              int* exponent, bool* finite) {
     typedef typename S::real real;

@@ -156,7 +156,7 @@ def _native(value):
     return value
 
 
-NUMBERS = ("eps", "axis", "weight_offset", "param_grads")
+NUMBERS = ("eps", "axis", "weight_offset", "param_grads", "alpha", "training", "momentum")
 
 
 def over_device(function):
@@ -197,6 +197,15 @@ OPERATIONS = (
     "rms_norm",
     "rms_norm_forward",
     "rms_norm_backward",
+    "add_layer_norm",
+    "add_layer_norm_forward",
+    "add_layer_norm_backward",
+    "add_rms_norm",
+    "add_rms_norm_forward",
+    "add_rms_norm_backward",
+    "batch_norm",
+    "batch_norm_forward",
+    "batch_norm_backward",
 )
 
 

@@ -22,6 +22,17 @@ TOOLS = [str(p) for root in nvidia.__path__ for p in Path(root).glob("*/bin")]
 # Registers of a multiprocessor; a thread gets them in eights.
 REGISTERS = 65536
 KERNELS = geometry.variants()
+# Packs of x, dy and dx (y) that a thread of the kernels over channels has at a time.
+CHANNEL_ACCESSES = {
+    "channel_runs_sums": (4, 0),
+    "channel_runs_apply": (4, 4),
+    "channel_columns_sums": (8, 0),
+    "channel_columns_apply": (4, 4),
+    "channel_runs_gradient_sums": (8, 0),
+    "channel_runs_gradient_apply": (8, 4),
+    "channel_columns_gradient_sums": (8, 0),
+    "channel_columns_gradient_apply": (8, 4),
+}
 
 
 def cubin_of(source, macros, architecture):
@@ -84,6 +95,8 @@ def test_every_kernel_compiles_and_fits(reports):
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(reports):
+    seen = {name for _, _, instructions in reports for name in instructions}
+    assert not seen or seen > CHANNEL_ACCESSES.keys()
     for (source, macros), _, instructions in reports:
         packs = dict(macros).get("packs")
         for name, text in instructions.items():
@@ -96,6 +109,9 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(reports):
                 assert wide_reads >= packs, (source, macros, name)
             elif name == "slice_backward_apply":
                 assert wide_reads >= 2 and wide_writes >= 1, (source, macros, name)
+            elif name in CHANNEL_ACCESSES:
+                reads, writes = CHANNEL_ACCESSES[name]
+                assert wide_reads >= reads and wide_writes >= writes, (source, macros, name)
 
 
 def test_every_plan_is_within_the_limits_of_a_launch():
