@@ -213,6 +213,19 @@ def overlap(a, b, wing):
         return True
 
 
+def computed_apart(result, out, in_place, others, wing):
+    """Where a result is computed: in its place, or apart if the caller's out overlaps an input other than element by
+    element."""
+    if out is not None and needs_copy(result, in_place, others, wing):
+        return wing.xp.empty(result.shape, result.dtype)
+    return result
+
+
+def keepdims(x, axes):
+    """The shape of x with those axes of length 1."""
+    return tuple([1 if a in axes else n for a, n in enumerate(x.shape)])
+
+
 def copied(a, wing):
     """A copy in memory of its own."""
     new = wing.xp.empty(a.shape, a.dtype)

@@ -33,7 +33,7 @@ def forward(x, weight, bias, running_mean, running_var, training, momentum, eps,
                 raise ValueError(f"out, {name}: they overlap; expected two arrays")
     mean = rstd = None
     if with_statistics:
-        shape, arithmetic = _keepdims(x, axis), _arrays.arithmetic_type(x.dtype)
+        shape, arithmetic = _statistics_shape(x, axis), _arrays.arithmetic_type(x.dtype)
         mean, rstd = xp.empty(shape, arithmetic), xp.empty(shape, arithmetic)
 
     # Without values there are still the statistics of an evaluation.
@@ -63,8 +63,8 @@ def backward(dy, x, mean, rstd, weight, axis, training, param_grads, out):
     arithmetic = _arrays.arithmetic_type(x.dtype)
     dy = _arrays.same_shape("dy", dy, x, wing)
     weight = _arrays.channel_parameter("weight", weight, n_channels, wing)
-    mean_row = _arrays.statistic("mean", mean, _keepdims(x, axis), arithmetic, wing)
-    rstd_row = _arrays.statistic("rstd", rstd, _keepdims(x, axis), arithmetic, wing)
+    mean_row = _arrays.statistic("mean", mean, _statistics_shape(x, axis), arithmetic, wing)
+    rstd_row = _arrays.statistic("rstd", rstd, _statistics_shape(x, axis), arithmetic, wing)
     dx = _arrays.output("out", out, x, _arrays.result_type(x.dtype), wing)
     dweight = dbias = None
     if param_grads:
@@ -77,9 +77,7 @@ def backward(dy, x, mean, rstd, weight, axis, training, param_grads, out):
             wing.fill(dweight, 0.0)
             wing.fill(dbias, 0.0)
     else:
-        target = dx
-        if out is not None and _arrays.needs_copy(dx, (dy, x), (weight, mean, rstd), wing):
-            target = xp.empty(dx.shape, dx.dtype)
+        target = _arrays.computed_apart(dx, out, (dy, x), (weight, mean, rstd), wing)
         wing.channel_norm_backward(dy, x, axis, weight, mean_row, rstd_row, target, dweight, dbias, training)
         if target is not dx:
             wing.copy(target, dx)
@@ -105,6 +103,6 @@ def _running(running_mean, running_var, n_channels, training, wing):
     return running_mean, running_var
 
 
-def _keepdims(x, axis):
+def _statistics_shape(x, axis):
     """The shape of x with all axes but that of the channels of length 1."""
-    return tuple([n if a == axis else 1 for a, n in enumerate(x.shape)])
+    return _arrays.keepdims(x, [a for a in range(x.ndim) if a != axis])

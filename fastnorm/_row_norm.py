@@ -48,7 +48,7 @@ def forward(x, residual, alpha, weight, bias, axis, eps, weight_offset, out, res
     mean = rstd = None
     if with_statistics:
         arithmetic = _arrays.arithmetic_type(h.dtype if fused else x.dtype)
-        statistics_shape = _keepdims(x, axes)
+        statistics_shape = _arrays.keepdims(x, axes)
         rstd = xp.empty(statistics_shape, arithmetic)
         if centered:
             mean = xp.empty(statistics_shape, arithmetic)
@@ -60,8 +60,8 @@ def forward(x, residual, alpha, weight, bias, axis, eps, weight_offset, out, res
                 wing.fill(mean, 0.0)
     else:
         inputs = (x, residual) if fused else (x,)
-        y_target = _apart(y, out, inputs, (weight, bias), wing)
-        h_target = _apart(h, residual_out, inputs, (weight, bias), wing) if fused else None
+        y_target = _arrays.computed_apart(y, out, inputs, (weight, bias), wing)
+        h_target = _arrays.computed_apart(h, residual_out, inputs, (weight, bias), wing) if fused else None
         if fused and (_arrays.is_wider(x.dtype, h.dtype) or _arrays.is_wider(residual.dtype, h.dtype)):
             # The sum is that of the wider type; the norm is that of h as it is stored.
             _add_wide(x, residual, alpha, h_target, wing)
@@ -100,7 +100,7 @@ def backward(dy, dh, x, mean, rstd, weight, alpha, axis, weight_offset, param_gr
     shape = tuple([x.shape[a] for a in axes])
     arithmetic = _arrays.arithmetic_type(x.dtype)
     dy = _arrays.same_shape("dy", dy, x, wing, name)
-    statistics_shape = _keepdims(x, axes)
+    statistics_shape = _arrays.keepdims(x, axes)
     weight = _arrays.parameter("weight", weight, shape, wing)
     weight_offset = _offset(weight_offset, weight)
     mean_row = _arrays.statistic("mean", mean, statistics_shape, arithmetic, wing) if centered else None
@@ -127,7 +127,7 @@ def backward(dy, dh, x, mean, rstd, weight, alpha, axis, weight_offset, param_gr
             if centered:
                 wing.fill(dbias, 0.0)
     else:
-        target = _apart(dx, out, (dy, x) if dh is None else (dy, x, dh), (weight, mean, rstd), wing)
+        target = _arrays.computed_apart(dx, out, (dy, x) if dh is None else (dy, x, dh), (weight, mean, rstd), wing)
         wing.row_norm_backward(_columns_last(dy, axes), None if dh is None else _columns_last(dh, axes),
                                _columns_last(x, axes), len(axes), weight, weight_offset, mean_row, rstd_row, alpha,
                                _columns_last(target, axes), _columns_last(dresidual, axes) if fused else None,
@@ -135,14 +135,6 @@ def backward(dy, dh, x, mean, rstd, weight, alpha, axis, weight_offset, param_gr
         if target is not dx:
             wing.copy(target, dx)
     return dx, dresidual, dweight, dbias
-
-
-def _apart(result, out, in_place, others, wing):
-    """Where a result is computed: in its place, or apart if the caller's array overlaps an input other than element by
-    element."""
-    if out is not None and _arrays.needs_copy(result, in_place, others, wing):
-        return wing.xp.empty(result.shape, result.dtype)
-    return result
 
 
 def _add_wide(x, residual, alpha, h, wing):
@@ -158,11 +150,6 @@ def _columns_last(a, axes):
     if axes[0] == a.ndim - len(axes):
         return a
     return a.transpose(tuple([k for k in range(a.ndim) if k not in axes]) + axes)
-
-
-def _keepdims(x, axes):
-    """The shape of x with the normalized axes of length 1."""
-    return tuple([1 if a in axes else n for a, n in enumerate(x.shape)])
 
 
 def _offset(weight_offset, weight):

@@ -1,13 +1,13 @@
 """The CPU wing for norms over channels: each channel is a row of the row kernels, with one weight and one bias."""
 from cpython.exc cimport PyErr_CheckSignals
 from libc.math cimport isfinite, isinf, sqrt
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 cimport numpy as cnp
 
 from fastnorm._cpu.isa cimport float32_kernels
 from fastnorm._cpu.kernels cimport job, kernels
-from fastnorm._cpu.row_norm cimport (STREAM_BYTES, as_row, kernels_of, open_nothing_else, open_view, rows_adjacent, run_backward,
-                                     run_evaluate, run_forward, storage_type)
+from fastnorm._cpu.row_norm cimport (STREAM_BYTES, allocate, as_row, data_or_null, kernels_of, open_nothing_else, open_view,
+                                     rows_adjacent, run_backward, run_evaluate, run_forward, storage_type)
 
 import numpy as np
 
@@ -21,17 +21,6 @@ cdef extern from "storage.h" nogil:
 
 # Values next to each other from which evaluation goes run by run.
 cdef Py_ssize_t RUN_MIN = 8
-
-
-cdef double* allocate(Py_ssize_t n) except NULL:
-    cdef double* p = <double*>malloc(n * sizeof(double))
-    if p == NULL:
-        raise MemoryError(f"{n} doubles")
-    return p
-
-
-cdef inline void* data_or_null(object a):
-    return NULL if a is None else cnp.PyArray_DATA(<cnp.ndarray>a)
 
 
 cdef inline bint streams(cnp.ndarray source, cnp.ndarray result) noexcept:
@@ -48,7 +37,7 @@ cdef object channels_first(cnp.ndarray a, int axis):
 
 cdef int open_channels(job* j, cnp.ndarray x, int axis, weight_row) except -1:
     """A job whose rows are the channels of x."""
-    j.n_rows = j.n_channels = x.shape[axis]
+    j.n_rows = x.shape[axis]
     j.n_cols = cnp.PyArray_SIZE(x) // j.n_rows
     j.centered = True
     j.eps = 0.0

@@ -7,6 +7,8 @@ cdef Py_ssize_t STREAM_BYTES
 cdef int bfloat16_number() noexcept
 cdef int storage_type(cnp.ndarray a) except -1
 cdef const kernels* kernels_of(cnp.ndarray x) except NULL
+cdef double* allocate(Py_ssize_t n) except NULL
+cdef void* data_or_null(object a) noexcept
 cdef object as_row(object parameter, double offset, const kernels* k)
 cdef void open_contiguous(view* v, void* data, int type, Py_ssize_t n_rows, Py_ssize_t n_cols, Py_ssize_t itemsize) noexcept
 cdef int open_view(view* v, cnp.ndarray a, int n_axes) except -1

@@ -145,7 +145,7 @@ cdef inline Py_ssize_t real_size(const kernels* k) noexcept nogil:
     return 4 if k == float32_kernels else 8
 
 
-cdef inline void* data_or_null(object a):
+cdef void* data_or_null(object a) noexcept:
     return NULL if a is None else cnp.PyArray_DATA(<cnp.ndarray>a)
 
 
