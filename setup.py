@@ -30,7 +30,7 @@ REAL = {"float32": ("float", "4"), "float64": ("double", "8")}
 # No debug information, which Python's own flags ask for: a tenth of the compile time.
 KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]
 COMPILED = ["_layer_norm.py", "_rms_norm.py", "_batch_norm.py", "_row_norm.py", "_channel_norm.py", "_arrays.py",
-            "_cpu/isa.pyx", "_cpu/row_norm.pyx", "_cpu/channel_norm.pyx", "_cpu/common_case.pyx"]
+            "_cpu/isa.pyx", "_cpu/results.pyx", "_cpu/row_norm.pyx", "_cpu/channel_norm.pyx", "_cpu/common_case.pyx"]
 # An edited header or included file rebuilds everything.
 DEPENDS = ["setup.py"] + sorted(str(p) for pattern in ("*.h", "*.pxi", "*.pxd") for p in CPU.glob(pattern))
 

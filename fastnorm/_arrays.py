@@ -172,7 +172,7 @@ def statistic(name, value, shape, dtype, wing):
 def output(name, out, x, dtype, wing, x_name="x"):
     """out, or a new array of the shape of x if it is None."""
     if out is None:
-        return wing.xp.empty(x.shape, dtype)
+        return wing.empty(x.shape, dtype)
     if not isinstance(out, wing.xp.ndarray):
         raise TypeError(f"{name}: return arrays must be of type {wing.xp.__name__}.ndarray, "
                         f"not {type(out).__module__}.{type(out).__qualname__}")
@@ -217,7 +217,7 @@ def computed_apart(result, out, in_place, others, wing):
     """Where a result is computed: in its place, or apart if the caller's out overlaps an input other than element by
     element."""
     if out is not None and needs_copy(result, in_place, others, wing):
-        return wing.xp.empty(result.shape, result.dtype)
+        return wing.empty(result.shape, result.dtype)
     return result
 
 
@@ -228,7 +228,7 @@ def keepdims(x, axes):
 
 def copied(a, wing):
     """A copy in memory of its own."""
-    new = wing.xp.empty(a.shape, a.dtype)
+    new = wing.empty(a.shape, a.dtype)
     wing.copy(a, new)
     return new
 

@@ -33,6 +33,7 @@ n_rows, n_cols and n_channels are at least 1.
 
 And what else the halls need to know of arrays, or do with them:
 
+empty(shape, dtype)     a new C-ordered array for a result; dtype is a numpy.dtype
 copy(source, target)    target[...] = source for arrays of one shape that do not overlap, of any float types
 fill(target, value)     target[...] = value for a new array of a float dtype
 may_share_memory(a, b)  by the bounds of both

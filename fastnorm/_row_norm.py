@@ -112,7 +112,7 @@ def backward(dy, dh, x, mean, rstd, weight, alpha, axis, weight_offset, param_gr
             dh = _arrays.same_shape("dh", dh, x, wing, name)
     dx = _arrays.output("out", out, x, _arrays.result_type(dy.dtype if fused else x.dtype), wing, name)
     if fused:
-        dresidual = xp.empty(x.shape, _arrays.result_type(x.dtype))
+        dresidual = wing.empty(x.shape, _arrays.result_type(x.dtype))
     dweight = dbias = None
     if param_grads:
         dtype = arithmetic if weight is None else _arrays.result_type(weight.dtype)

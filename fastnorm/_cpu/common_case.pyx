@@ -10,6 +10,7 @@ cimport numpy as cnp
 
 from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
 from fastnorm._cpu.kernels cimport MAX_DIMS, job, kernels, view
+from fastnorm._cpu.results cimport new_like
 from fastnorm._cpu.row_norm cimport (STREAM_BYTES, bfloat16_number, finish_sums, open_contiguous, open_nothing_else,
                                      open_partials, run_backward, run_forward)
 
@@ -99,10 +100,6 @@ cdef const kernels* open_common(job* j, object x) except? NULL:
 cdef inline bint is_output(object out, cnp.ndarray x) noexcept:
     return (is_plain(out, cnp.PyArray_TYPE(x)) and cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out)
             and cnp.PyArray_SAMESHAPE(<cnp.ndarray>out, x))
-
-
-cdef inline cnp.ndarray new_like(cnp.ndarray x):
-    return cnp.PyArray_EMPTY(cnp.PyArray_NDIM(x), cnp.PyArray_DIMS(x), cnp.PyArray_TYPE(x), 0)
 
 
 cdef inline cnp.ndarray new_column(cnp.ndarray x, int real_num):

@@ -65,8 +65,8 @@ def stream_bytes(text):
     return int(text)
 
 
-# Values; below, starting threads costs more than it saves.
-cdef Py_ssize_t PARALLEL_MIN = 1 << 16
+# Values for each thread at least; for fewer, waking it costs more than it saves.
+cdef Py_ssize_t THREAD_MIN = 1 << 15
 # Values; between two such slices Ctrl-C is looked for: some ten milliseconds.
 cdef Py_ssize_t SLICE = 1 << 25
 # Values; the global lock is kept below: releasing it costs more than a tiny call may.
@@ -84,6 +84,18 @@ cdef Py_ssize_t MIN_CHUNK = 64
 cdef Py_ssize_t MAX_CHUNKS = 64
 # A block of values as lanes.h has it, in bytes.
 cdef Py_ssize_t BLOCK_BYTES = 4096
+
+
+def constants(**changes):
+    """Those of the above that decide about speed alone, by name, after changes to some: for benchmarks/tuning.py."""
+    global THREAD_MIN, SPLIT_MIN, STREAM_BYTES, ADJACENT_MIN, RELEASE_MIN
+    THREAD_MIN = changes.get("THREAD_MIN", THREAD_MIN)
+    SPLIT_MIN = changes.get("SPLIT_MIN", SPLIT_MIN)
+    STREAM_BYTES = changes.get("STREAM_BYTES", STREAM_BYTES)
+    ADJACENT_MIN = changes.get("ADJACENT_MIN", ADJACENT_MIN)
+    RELEASE_MIN = changes.get("RELEASE_MIN", RELEASE_MIN)
+    return dict(THREAD_MIN=THREAD_MIN, SPLIT_MIN=SPLIT_MIN, STREAM_BYTES=STREAM_BYTES, ADJACENT_MIN=ADJACENT_MIN,
+                RELEASE_MIN=RELEASE_MIN)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -221,9 +233,9 @@ def set_thread_policy(policy):
 
 cdef int threads_for(Py_ssize_t size) except -1:
     """One inside somebody else's parallel region: another team would only get in the way."""
-    if size < PARALLEL_MIN or not HAS_OPENMP or in_parallel():
+    if size < 2 * THREAD_MIN or not HAS_OPENMP or in_parallel():
         return 1
-    return thread_policy()
+    return min(<Py_ssize_t>thread_policy(), size // THREAD_MIN)
 
 
 def max_openmp_threads():

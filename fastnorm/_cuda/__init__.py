@@ -3,13 +3,14 @@
 Imported when the first CuPy array comes along, never before.
 """
 import cupy as xp
+from cupy import empty
 
 from fastnorm._cuda.channel_norm import channel_norm_backward, channel_norm_forward
 from fastnorm._cuda.copies import copy, fill
 from fastnorm._cuda.devices import away
 from fastnorm._cuda.row_norm import row_norm_backward, row_norm_forward
 
-__all__ = ["address", "away", "channel_norm_backward", "channel_norm_forward", "copy", "fill", "is_read_only",
+__all__ = ["address", "away", "channel_norm_backward", "channel_norm_forward", "copy", "empty", "fill", "is_read_only",
            "may_share_memory", "row_norm_backward", "row_norm_forward", "xp"]
 
 
