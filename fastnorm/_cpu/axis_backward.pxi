@@ -68,7 +68,7 @@ cdef void tile_gradient_sums(const job* j, const tile* x, const tile* dy, bint c
 
 
 cdef inline void add_groups(const real* a, Py_ssize_t n, double* sums, Py_ssize_t partial_cols) noexcept nogil:
-    """sums[0] += a[:n] in the order of chunk_backward, as lanes_add_wide() does for one column."""
+    """sums[0] += a[:n] in the order of chunk_backward, as vec_add_wide() does for one column."""
     cdef Py_ssize_t i = 0
     cdef double s = sums[0], rest = 0, t, z, new
     if sizeof(real) == 8:
@@ -102,36 +102,41 @@ cdef inline void add_column(const job* j, Py_ssize_t r, Py_ssize_t n, Py_ssize_t
         n -= part
 
 
+cdef inline vec vec_at(const real* a, Py_ssize_t i) noexcept nogil:
+    """A register of a[i:], which has room for one."""
+    return vec_load_part_as(<const char*>a, i, VEC_LANES, vec_fill(0), ST_REAL)
+
+
 cdef inline void tile_gradient_column(const real* x, const real* dy, const real* dh, real* dx, real* dresidual, Py_ssize_t n,
                                       const tile_scratch* w, const real* weight, real alpha, bint by_row, bint centered,
                                       bint stream,
                                       real* products) noexcept nogil:
     """dx, dresidual and dy * x_hat of one column of n rows."""
-    cdef lanes zero = lanes_fill(0)
-    cdef lanes wl = lanes_fill(weight[0]) if weight != NULL else zero
-    cdef lanes d, g, t
+    cdef vec zero = vec_fill(0)
+    cdef vec wl = vec_fill(weight[0]) if weight != NULL else zero
+    cdef vec d, g, t
     cdef Py_ssize_t i = 0, part
     while i < n:
-        part = min(n - i, <Py_ssize_t>LANES)
-        if stream and i == 0 and values_to_line(<char*>dx, ST_REAL) > 0:
-            # Whole cache lines only; dx may start inside one.
-            part = min(part, values_to_line(<char*>dx, ST_REAL))
-        d = lanes_load_part(x + i, part, zero)
+        part = min(n - i, <Py_ssize_t>VEC_LANES)
+        if stream and values_to_line(<char*>(dx + i), ST_REAL) % VEC_LANES != 0:
+            # Past the cache in whole registers only; dx may start inside one.
+            part = min(part, values_to_line(<char*>(dx + i), ST_REAL) % <Py_ssize_t>VEC_LANES)
+        d = vec_load_part_as(<const char*>x, i, part, zero, ST_REAL)
         if centered:
-            d = lanes_sub(lanes_sub(d, lanes_load(w.hi + i)), lanes_load(w.lo + i))
-        g = lanes_load_part(dy + i, part, zero)
-        lanes_store(products + i, lanes_mul(g, lanes_mul(d, lanes_load(w.rstd + i))))
-        t = dx_lanes(d, g, wl, lanes_load(w.rstd + i), lanes_load(w.c1 + i), lanes_load(w.c2 + i), centered, weight != NULL)
+            d = vec_sub(vec_sub(d, vec_at(w.hi, i)), vec_at(w.lo, i))
+        g = vec_load_part_as(<const char*>dy, i, part, zero, ST_REAL)
+        vec_store_part_as(<char*>products, i, VEC_LANES, vec_mul(g, vec_mul(d, vec_at(w.rstd, i))), ST_REAL)
+        t = dx_vec(d, g, wl, vec_at(w.rstd, i), vec_at(w.c1, i), vec_at(w.c2, i), centered, weight != NULL)
         if by_row:
-            t = lanes_mul(t, lanes_load(w.weight + i))
+            t = vec_mul(t, vec_at(w.weight, i))
         if dh != NULL:
-            t = lanes_add(t, lanes_load_part(dh + i, part, zero))
-        if stream and part == LANES:
-            lanes_stream(dx + i, t)
+            t = vec_add(t, vec_load_part_as(<const char*>dh, i, part, zero, ST_REAL))
+        if stream and part == VEC_LANES:
+            vec_stream(dx + i, t)
         else:
-            lanes_store_part_as(<char*>dx, i, part, t, ST_REAL)
+            vec_store_part_as(<char*>dx, i, part, t, ST_REAL)
         if dresidual != NULL:
-            lanes_store_part_as(<char*>dresidual, i, part, lanes_mul(t, lanes_fill(alpha)), ST_REAL)
+            vec_store_part_as(<char*>dresidual, i, part, vec_mul(t, vec_fill(alpha)), ST_REAL)
         i += part
 
 

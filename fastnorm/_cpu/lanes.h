@@ -107,17 +107,28 @@ INLINE lanes lanes_mul(lanes a, lanes b) {
     return a;
 }
 
-/* Store past the cache, for outputs that would only push other data out of it. p is 64-byte aligned. */
-INLINE void lanes_stream(real *p, lanes a) {
+/* The same for one register: where a loop needs more of them than a processor has if it goes by whole lane groups. */
+INLINE vec vec_fill(real a) { return VEC_FILL(a); }
+INLINE vec vec_add(vec a, vec b) { return a + b; }
+INLINE vec vec_sub(vec a, vec b) { return a - b; }
+INLINE vec vec_mul(vec a, vec b) { return a * b; }
+INLINE void vec_store(real *p, vec a) { *(vec_anywhere *)p = a; }
+
+/* Store past the cache, for outputs that would only push other data out of it. p is aligned to the size of what is stored. */
+INLINE void vec_stream(real *p, vec a) {
 #if defined(__AVX512F__)
-    _mm512_stream_si512((void *)p, (__m512i)a.v[0]);
+    _mm512_stream_si512((void *)p, (__m512i)a);
 #elif defined(__AVX__)
-    UNROLLED for (int k = 0; k < N_VECS; k++) _mm256_stream_si256((__m256i *)p + k, (__m256i)a.v[k]);
+    _mm256_stream_si256((__m256i *)p, (__m256i)a);
 #elif defined(__SSE2__)
-    UNROLLED for (int k = 0; k < N_VECS; k++) _mm_stream_si128((__m128i *)p + k, (__m128i)a.v[k]);
+    _mm_stream_si128((__m128i *)p, (__m128i)a);
 #else
-    lanes_store(p, a);
+    *(vec_anywhere *)p = a;
 #endif
+}
+
+INLINE void lanes_stream(real *p, lanes a) {
+    UNROLLED for (int k = 0; k < N_VECS; k++) vec_stream(p + k * VEC_LANES, a.v[k]);
 }
 
 INLINE void stream_fence(void) {
@@ -255,45 +266,43 @@ INLINE double total_value(total t) {
 }
 
 /* sums[i] += a[i] in double; where real is double itself, what that rounds away goes to sums[rests + i]. */
-INLINE void lanes_add_wide(double *sums, ptrdiff_t rests, lanes a) {
+INLINE void vec_add_wide(double *sums, ptrdiff_t rests, vec a) {
 #if defined(__GNUC__)
     /* Half a register of real at a time: what becomes a register of double. Left to itself the compiler goes one by one. */
     typedef real half __attribute__((vector_size(VEC_BYTES / 2)));
     typedef double wide __attribute__((vector_size(VEC_BYTES / 2 / sizeof(real) * sizeof(double))));
     typedef double wide_anywhere __attribute__((vector_size(VEC_BYTES / 2 / sizeof(real) * sizeof(double)), aligned(8), may_alias));
     enum { WIDE = VEC_BYTES / 2 / sizeof(real) };
-    UNROLLED for (int k = 0; k < N_VECS; k++) {
-        union { vec v; half h[2]; } u = {a.v[k]};
-        UNROLLED for (int h = 0; h < 2; h++) {
-            wide_anywhere *p = (wide_anywhere *)(sums + k * VEC_LANES + h * WIDE);
+    union { vec v; half h[2]; } u = {a};
+    UNROLLED for (int h = 0; h < 2; h++) {
+        wide_anywhere *p = (wide_anywhere *)(sums + h * WIDE);
+        /* One instruction each, where the compiler's own takes four. */
 #if defined(__AVX512F__) && REAL_BYTES == 4
-            /* One instruction, where the compiler's own takes four. */
-            wide t = (wide)_mm512_cvtps_pd((__m256)u.h[h]);
+        wide t = (wide)_mm512_cvtps_pd((__m256)u.h[h]);
+#elif defined(__AVX__) && REAL_BYTES == 4
+        wide t = (wide)_mm256_cvtps_pd((__m128)u.h[h]);
 #else
-            wide t = __builtin_convertvector(u.h[h], wide);
+        wide t = __builtin_convertvector(u.h[h], wide);
 #endif
-            wide old = *p, s = old + t;
-            *p = s;
-            if (sizeof(real) == 8) {
-                wide z = s - old;
-                wide_anywhere *rest = (wide_anywhere *)(sums + rests + k * VEC_LANES + h * WIDE);
-                *rest += (old - (s - z)) + (t - z);
-            }
+        wide old = *p, s = old + t;
+        *p = s;
+        if (sizeof(real) == 8) {
+            wide z = s - old;
+            wide_anywhere *rest = (wide_anywhere *)(sums + rests + h * WIDE);
+            *rest += (old - (s - z)) + (t - z);
         }
     }
 #else
-    for (int k = 0; k < LANES; k++) {
-        total t = {sums[k], 0};
-        t = total_add(t, a.v[k]);
-        sums[k] = t.sum;
-        if (sizeof(real) == 8) sums[rests + k] += t.rest;
-    }
+    total t = {*sums, 0};
+    t = total_add(t, a);
+    *sums = t.sum;
+    if (sizeof(real) == 8) sums[rests] += t.rest;
 #endif
 }
 
-/* The same for the first n lanes; it touches no sum after them, which may be another thread's. */
-APART void lanes_add_wide_part(double *sums, ptrdiff_t rests, lanes a, ptrdiff_t n) {
-    union { lanes l; real x[LANES]; } u = {a};
+/* The same for the first n values; it touches no sum after them, which may be another thread's. */
+APART void vec_add_wide_part(double *sums, ptrdiff_t rests, vec a, ptrdiff_t n) {
+    union { vec v; real x[VEC_LANES]; } u = {a};
     for (ptrdiff_t k = 0; k < n; k++) {
         total t = {sums[k], 0};
         t = total_add(t, u.x[k]);

@@ -70,16 +70,8 @@ cdef inline void block_gradient_sums(const char* x, const char* dy, const real* 
     """OUT: the folded sums of d, wdy and wdy * d over one block."""
     cdef lanes h = lanes_fill(hi), zero = lanes_fill(0)
     cdef lanes s = zero, g = zero, p = zero
-    cdef lanes s0 = zero, s1 = zero, g0 = zero, g1 = zero, p0, p1
-    cdef Py_ssize_t i = 0
-    while i + STEP <= n:
-        gradient_half_step(x, dy, w, i, HALF_STEP, h, centered, type, &s0, &g0, &p0)
-        gradient_half_step(x, dy, w, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &g1, &p1)
-        if centered:
-            s = lanes_add(s, lanes_add(s0, s1))
-            g = lanes_add(g, lanes_add(g0, g1))
-        p = lanes_add(p, lanes_add(p0, p1))
-        i += STEP
+    cdef Py_ssize_t i = n // STEP * STEP
+    lanes_gradient_sums(x, dy, w, n // STEP, h, centered, type, &s, &g, &p)
     if i < n:
         last_gradient_step(x, dy, w, i, n, &h, centered, type, &s, &g, &p)
     if centered:
@@ -147,20 +139,19 @@ cdef inline void row_gradient_sums(const job* j, Py_ssize_t r, gradient_row* row
     settle_gradient(j, r, total_value(d), total_value(wdy), total_value(wdy_d), centered, row.rstd, &row.lo, &row.c1, &row.c2)
 
 
-cdef inline lanes dx_lanes(lanes d, lanes dy, lanes w, lanes rstd, lanes c1, lanes c2, bint centered,
-                           bint weighted) noexcept nogil:
-    cdef lanes wdy = lanes_mul(dy, w) if weighted else dy
+cdef inline vec dx_vec(vec d, vec dy, vec w, vec rstd, vec c1, vec c2, bint centered, bint weighted) noexcept nogil:
+    cdef vec wdy = vec_mul(dy, w) if weighted else dy
     if centered:
-        wdy = lanes_sub(wdy, c2)
-    return lanes_mul(lanes_sub(wdy, lanes_mul(d, c1)), rstd)
+        wdy = vec_sub(wdy, c2)
+    return vec_mul(vec_sub(wdy, vec_mul(d, c1)), rstd)
 
 
-cdef inline void add_gradients(double* sums, Py_ssize_t partial_cols, lanes a, Py_ssize_t n) noexcept nogil:
-    """n lanes of dweight or dbias to their sums, and not a sum more: split_backward gives the columns of a row to several threads."""
-    if n == LANES:
-        lanes_add_wide(sums, partial_cols, a)
+cdef inline void add_gradients(double* sums, Py_ssize_t partial_cols, vec a, Py_ssize_t n) noexcept nogil:
+    """n values of dweight or dbias to their sums, and not a sum more: split_backward gives the columns of a row to several threads."""
+    if n == VEC_LANES:
+        vec_add_wide(sums, partial_cols, a)
     else:
-        lanes_add_wide_part(sums, partial_cols, a, n)
+        vec_add_wide_part(sums, partial_cols, a, n)
 
 
 # Where the columns of a step are, for each row of a group; IN x, dy and, unless NULL, dh, OUT dx and dresidual.
@@ -182,79 +173,94 @@ cdef struct gradient_columns:
     Py_ssize_t partial_cols
 
 
-cdef inline void apply_gradient_lanes(const gradient_columns* at, const gradient_row* rows, Py_ssize_t i, Py_ssize_t n,
-                                      bint centered, bint stream, int type, int n_rows) noexcept nogil:
-    """n columns from i on, at most one lane group: dx of a group of rows, their part of dweight and dbias."""
-    cdef lanes zero = lanes_fill(0)
-    cdef lanes wl = lanes_load_part(at.weight + i, n, zero) if at.weight != NULL else zero
-    cdef lanes dw = zero, db = zero
-    cdef lanes g, d
-    cdef lanes[GROUP] t
+cdef enum:
+    # Values of one cache line of dx, then of dresidual, of each row of a group.
+    LINES = 2 * GROUP * 16
+
+
+cdef inline void apply_gradient_vec(const gradient_columns* at, const gradient_row* rows, Py_ssize_t i, Py_ssize_t n,
+                                    bint centered, real* lines, int type, int n_rows) noexcept nogil:
+    """n columns from i on, at most a register: dx of a group of rows, their part of dweight and dbias. lines: where dx and
+    dresidual are put that are to be stored past the cache, or NULL."""
+    cdef vec zero = vec_fill(0)
+    cdef vec wl = vec_load_part_as(<const char*>at.weight, i, n, zero, ST_REAL) if at.weight != NULL else zero
+    cdef vec dw = zero, db = zero
+    cdef vec g, d, product
+    cdef vec[GROUP] t
     cdef int k
     # All loads before all stores: rows a multiple of 4 KiB apart look alike to the processor, which
     # would hold a load back until the store before it is done.
     for k in range(n_rows):
-        g = lanes_load_part_as(at.dy[k], i, n, zero, type)
-        d = lanes_load_part_as(at.x[k], i, n, lanes_fill(rows[k].hi), type)
+        g = vec_load_part_as(at.dy[k], i, n, zero, type)
+        d = vec_load_part_as(at.x[k], i, n, vec_fill(rows[k].hi), type)
         if centered:
-            d = lanes_sub(lanes_sub(d, lanes_fill(rows[k].hi)), lanes_fill(rows[k].lo))
-        dw = lanes_add(dw, lanes_mul(g, lanes_mul(d, lanes_fill(rows[k].rstd))))
-        t[k] = dx_lanes(d, g, wl, lanes_fill(rows[k].rstd), lanes_fill(rows[k].c1), lanes_fill(rows[k].c2), centered,
-                        at.weight != NULL)
+            d = vec_sub(vec_sub(d, vec_fill(rows[k].hi)), vec_fill(rows[k].lo))
+        product = vec_mul(g, vec_mul(d, vec_fill(rows[k].rstd)))
+        dw = vec_add(dw, product) if k > 0 else product
+        t[k] = dx_vec(d, g, wl, vec_fill(rows[k].rstd), vec_fill(rows[k].c1), vec_fill(rows[k].c2), centered,
+                      at.weight != NULL)
         if centered:
-            db = lanes_add(db, g)
+            db = vec_add(db, g) if k > 0 else g
     if at.by_row:
         for k in range(n_rows):
-            t[k] = lanes_mul(t[k], lanes_fill(rows[k].weight))
+            t[k] = vec_mul(t[k], vec_fill(rows[k].weight))
     if at.dh[0] != NULL:
         for k in range(n_rows):
-            t[k] = lanes_add(t[k], lanes_load_part_as(at.dh[k], i, n, zero, type))
+            t[k] = vec_add(t[k], vec_load_part_as(at.dh[k], i, n, zero, type))
     for k in range(n_rows):
-        if stream:
-            lanes_stream_as(at.dx[k], i, t[k], type)
+        if lines != NULL:
+            vec_store(lines + k * LANES, t[k])
         else:
-            lanes_store_part_as(at.dx[k], i, n, t[k], type)
+            vec_store_part_as(at.dx[k], i, n, t[k], type)
     if at.dresidual[0] != NULL:
         for k in range(n_rows):
-            t[k] = lanes_mul(t[k], lanes_fill(at.alpha))
-            if stream and at.stream_residual:
-                lanes_stream_as(at.dresidual[k], i, t[k], type)
+            t[k] = vec_mul(t[k], vec_fill(at.alpha))
+            if lines != NULL and at.stream_residual:
+                vec_store(lines + (GROUP + k) * LANES, t[k])
             else:
-                lanes_store_part_as(at.dresidual[k], i, n, t[k], type)
+                vec_store_part_as(at.dresidual[k], i, n, t[k], type)
     if at.dweight != NULL:
         add_gradients(at.dweight + i, at.partial_cols, dw, n)
         if centered:
             add_gradients(at.dbias + i, at.partial_cols, db, n)
 
 
-cdef void apply_gradient_part(const gradient_columns* at, const gradient_row* rows, Py_ssize_t i, Py_ssize_t n,
+cdef void apply_gradient_part(const gradient_columns* at, const gradient_row* rows, Py_ssize_t i, Py_ssize_t end,
                               bint centered, int type, int n_rows) noexcept nogil:
-    """At the ends of a block, less than a lane group. Flags at run time, to have it once."""
-    apply_gradient_lanes(at, rows, i, n, centered, False, type, n_rows)
+    """Columns i to end at the ends of a block, less than a lane group. Flags at run time, to have it once."""
+    while i < end:
+        apply_gradient_vec(at, rows, i, min(end - i, <Py_ssize_t>VEC_LANES), centered, NULL, type, n_rows)
+        i += VEC_LANES
 
 
 cdef inline void apply_gradient(const gradient_columns* at, const gradient_row* rows, Py_ssize_t n, bint centered, int type,
                                 int n_rows) noexcept nogil:
     """dx of n columns of a group of rows, their part of dweight and dbias."""
-    cdef Py_ssize_t i = 0, head, part
+    cdef real[LINES] lines
+    cdef Py_ssize_t i = 0
     cdef int k
     if at.stream:
         # Whole cache lines only; all rows start at the same place inside one.
-        head = min(n, values_to_line(at.dx[0], type))
-        while i < head:
-            part = min(head - i, <Py_ssize_t>LANES)
-            apply_gradient_part(at, rows, i, part, centered, type, n_rows)
-            i += part
+        i = min(n, values_to_line(at.dx[0], type))
+        apply_gradient_part(at, rows, 0, i, centered, type, n_rows)
         while i + LANES <= n:
             for k in range(at.n_ahead):
                 prefetch(at.ahead[k] + i * SIZE_OF(type))
-            apply_gradient_lanes(at, rows, i, LANES, centered, True, type, n_rows)
+            for k in range(N_VECS):
+                apply_gradient_vec(at, rows, i + k * <Py_ssize_t>VEC_LANES, VEC_LANES, centered, lines + k * <Py_ssize_t>VEC_LANES,
+                                   type, n_rows)
+            # A line at once: half lines of several rows by turns would each go to memory by themselves.
+            for k in range(n_rows):
+                lanes_stream_as(at.dx[k], i, lanes_load(lines + k * LANES), type)
+            if at.stream_residual:
+                for k in range(n_rows):
+                    lanes_stream_as(at.dresidual[k], i, lanes_load(lines + (GROUP + k) * LANES), type)
             i += LANES
-    while i + LANES <= n:
-        apply_gradient_lanes(at, rows, i, LANES, centered, False, type, n_rows)
-        i += LANES
+    while i + VEC_LANES <= n:
+        apply_gradient_vec(at, rows, i, VEC_LANES, centered, NULL, type, n_rows)
+        i += VEC_LANES
     if i < n:
-        apply_gradient_part(at, rows, i, n - i, centered, type, n_rows)
+        apply_gradient_part(at, rows, i, n, centered, type, n_rows)
 
 
 cdef inline Py_ssize_t gradient_span(const job* j, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:

@@ -104,6 +104,25 @@ cdef void last_step(const char* x, Py_ssize_t i, Py_ssize_t n, const lanes* h, b
     q[0] = lanes_add(q[0], lanes_add(q0, q1))
 
 
+cdef inline void added_sums(const char* x, Py_ssize_t n_steps, lanes h, bint centered, int type, const addition* sum,
+                            Py_ssize_t c0, lanes* s, lanes* q) noexcept nogil:
+    """lanes_sums() of what starts at column c0 of a sum that is added up meanwhile."""
+    cdef lanes factor = lanes_fill(sum.alpha)
+    cdef lanes s0 = h, s1 = h, q0, q1
+    cdef Py_ssize_t i = 0
+    while i < n_steps * STEP:
+        if c0 + i >= sum.begin:
+            added_half_step(sum, c0 + i, factor, h, centered, &s0, &q0)
+            added_half_step(sum, c0 + i + HALF_STEP, factor, h, centered, &s1, &q1)
+        else:
+            half_step(x, i, HALF_STEP, h, centered, type, &s0, &q0)
+            half_step(x, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &q1)
+        if centered:
+            s[0] = lanes_add(s[0], lanes_add(s0, s1))
+        q[0] = lanes_add(q[0], lanes_add(q0, q1))
+        i += STEP
+
+
 cdef inline void block_sums(const char* x, Py_ssize_t n, real hi, bint centered, int type, bint adds, const addition* sum,
                             Py_ssize_t c0, double* sum_d, double* sum_dd) noexcept nogil:
     """OUT sum_d, sum_dd: the folded sums of d and d*d over one block. adds: it starts at column c0 of a sum that is added up
@@ -111,20 +130,11 @@ cdef inline void block_sums(const char* x, Py_ssize_t n, real hi, bint centered,
     cdef lanes h = lanes_fill(hi)
     cdef lanes s = lanes_fill(0)
     cdef lanes q = s
-    cdef lanes factor = lanes_fill(sum.alpha) if adds else s
-    cdef lanes s0 = s, s1 = s, q0, q1
-    cdef Py_ssize_t i = 0
-    while i + STEP <= n:
-        if adds and c0 + i >= sum.begin:
-            added_half_step(sum, c0 + i, factor, h, centered, &s0, &q0)
-            added_half_step(sum, c0 + i + HALF_STEP, factor, h, centered, &s1, &q1)
-        else:
-            half_step(x, i, HALF_STEP, h, centered, type, &s0, &q0)
-            half_step(x, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &q1)
-        if centered:
-            s = lanes_add(s, lanes_add(s0, s1))
-        q = lanes_add(q, lanes_add(q0, q1))
-        i += STEP
+    cdef Py_ssize_t i = n // STEP * STEP
+    if adds:
+        added_sums(x, n // STEP, h, centered, type, sum, c0, &s, &q)
+    else:
+        lanes_sums(x, n // STEP, h, centered, type, &s, &q)
     if i < n:
         if adds and c0 + i >= sum.begin:
             add_ahead(sum, c0 + i, c0 + n)

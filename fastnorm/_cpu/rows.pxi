@@ -14,12 +14,16 @@ cdef extern from "lanes.h" nogil:
     ctypedef char* out_bytes "char*"
     ctypedef struct lanes:
         pass
+    ctypedef struct vec:
+        pass
     ctypedef struct block:
         real* v
     ctypedef struct total:
         double sum, rest
     enum:
         LANES
+        VEC_LANES          # in one register
+        N_VECS             # registers of a lane group
         HALF_STEP
         STEP
         BLOCK
@@ -40,8 +44,14 @@ cdef extern from "lanes.h" nogil:
     double scaled_mean(double r, double a, double n)
     total total_add(total t, double a)
     double total_value(total t)
-    void lanes_add_wide(double* sums, Py_ssize_t rests, lanes a)
-    void lanes_add_wide_part(double* sums, Py_ssize_t rests, lanes a, Py_ssize_t n)
+    vec vec_fill(real a)
+    vec vec_add(vec a, vec b)
+    vec vec_sub(vec a, vec b)
+    vec vec_mul(vec a, vec b)
+    void vec_store(real* p, vec a)
+    void vec_stream(real* p, vec a)
+    void vec_add_wide(double* sums, Py_ssize_t rests, vec a)
+    void vec_add_wide_part(double* sums, Py_ssize_t rests, vec a, Py_ssize_t n)
 
 cdef extern from "storage.h" nogil:
     enum:
@@ -54,10 +64,15 @@ cdef extern from "storage.h" nogil:
     bint has_lanes(int type)
     Py_ssize_t SIZE_OF(int type)
     lanes lanes_load_as(const char* p, Py_ssize_t i, int type)
+    void lanes_sums(const char* x, Py_ssize_t n_steps, lanes hi, bint centered, int type, lanes* sum_d, lanes* sum_dd)
+    void lanes_gradient_sums(const char* x, const char* dy, const real* w, Py_ssize_t n_steps, lanes hi, bint centered, int type,
+                             lanes* sum_d, lanes* sum_wdy, lanes* sum_wdy_d)
     lanes lanes_load_part_as(const char* p, Py_ssize_t i, Py_ssize_t n, lanes fill, int type)
     void lanes_store_as(char* p, Py_ssize_t i, lanes a, int type)
     void lanes_store_part_as(char* p, Py_ssize_t i, Py_ssize_t n, lanes a, int type)
     void lanes_stream_as(char* p, Py_ssize_t i, lanes a, int type)
+    vec vec_load_part_as(const char* p, Py_ssize_t i, Py_ssize_t n, vec fill, int type)
+    void vec_store_part_as(char* p, Py_ssize_t i, Py_ssize_t n, vec a, int type)
     Py_ssize_t values_to_line(const char* p, int type)
     void load_run(const char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, real* out)
     void store_run(char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, const real* a)

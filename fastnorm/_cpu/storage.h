@@ -302,6 +302,70 @@ INLINE lanes lanes_load_as(const char *p, ptrdiff_t i, int type) {
     return r;
 }
 
+/* Register k of the lane group from p[i] on. */
+INLINE vec vec_of_lanes(const char *p, ptrdiff_t i, int k, int type) {
+    p += i * SIZE_OF(type);
+    if (type == ST_REAL) return *(const vec_anywhere *)(p + k * VEC_BYTES);
+    return vec_of_bits16(p, k, type);
+}
+
+/* The sums of d and d*d over whole steps from x on; centered: d = x - hi, else x itself. A register of lanes at a time, over
+ * all steps, as in the next one: a processor with sixteen registers, two or four of them for a lane group, could not hold
+ * all that a step takes.
+ * IN x, n_steps, hi, centered, type; OUT sum_d (if centered), sum_dd */
+INLINE void lanes_sums(const char *x, ptrdiff_t n_steps, lanes hi, int centered, int type, lanes *sum_d, lanes *sum_dd) {
+    for (int k = 0; k < N_VECS; k++) {
+        vec h = hi.v[0], s = VEC_FILL((real)0), q = s;
+        for (ptrdiff_t i = 0; i < n_steps * STEP; i += STEP) {
+            vec d[8];
+            UNROLLED for (int g = 0; g < 8; g++) {
+                d[g] = vec_of_lanes(x, i + g * LANES, k, type);
+                if (centered) d[g] = d[g] - h;
+            }
+            if (centered) s = s + (((d[0] + d[1]) + (d[2] + d[3])) + ((d[4] + d[5]) + (d[6] + d[7])));
+            UNROLLED for (int g = 0; g < 8; g++) d[g] = d[g] * d[g];
+            q = q + (((d[0] + d[1]) + (d[2] + d[3])) + ((d[4] + d[5]) + (d[6] + d[7])));
+        }
+        sum_d->v[k] = s;
+        sum_dd->v[k] = q;
+    }
+}
+
+/* The same of d, wdy and wdy * d; w is NULL for ones.
+ * IN x, dy, w, n_steps, hi, centered, type; OUT sum_d, sum_wdy (if centered), sum_wdy_d */
+INLINE void lanes_gradient_sums(const char *x, const char *dy, const real *w, ptrdiff_t n_steps, lanes hi, int centered, int type,
+                                lanes *sum_d, lanes *sum_wdy, lanes *sum_wdy_d) {
+    for (int k = 0; k < N_VECS; k++) {
+        vec h = hi.v[0], s = VEC_FILL((real)0), t = s, p = s;
+        for (ptrdiff_t i = 0; i < n_steps * STEP; i += STEP) {
+            vec half_s[2], half_t[2], half_p[2];
+            UNROLLED for (int half = 0; half < 2; half++) {
+                vec d[4], g[4];
+                UNROLLED for (int n = 0; n < 4; n++) {
+                    ptrdiff_t at = i + half * HALF_STEP + n * LANES;
+                    d[n] = vec_of_lanes(x, at, k, type);
+                    g[n] = vec_of_lanes(dy, at, k, type);
+                    if (w != NULL) g[n] = g[n] * vec_of_lanes((const char *)w, at, k, ST_REAL);
+                    if (centered) d[n] = d[n] - h;
+                }
+                if (centered) {
+                    half_s[half] = (d[0] + d[1]) + (d[2] + d[3]);
+                    half_t[half] = (g[0] + g[1]) + (g[2] + g[3]);
+                }
+                half_p[half] = (g[0] * d[0] + g[1] * d[1]) + (g[2] * d[2] + g[3] * d[3]);
+            }
+            if (centered) {
+                s = s + (half_s[0] + half_s[1]);
+                t = t + (half_t[0] + half_t[1]);
+            }
+            p = p + (half_p[0] + half_p[1]);
+        }
+        sum_d->v[k] = s;
+        sum_wdy->v[k] = t;
+        sum_wdy_d->v[k] = p;
+    }
+}
+
 INLINE void lanes_store_as(char *p, ptrdiff_t i, lanes a, int type) {
     p += i * SIZE_OF(type);
     if (type == ST_REAL) { lanes_store((real *)p, a); return; }
@@ -352,6 +416,34 @@ INLINE lanes lanes_load_part_as(const char *p, ptrdiff_t i, ptrdiff_t n, lanes f
 INLINE void lanes_store_part_as(char *p, ptrdiff_t i, ptrdiff_t n, lanes a, int type) {
     if (n >= LANES) lanes_store_as(p, i, a, type);
     else if (n > 0) lanes_store_tail_as(p + i * SIZE_OF(type), n, a, type);
+}
+
+/* One register of values from p[i] on: n of them (all of it if n >= VEC_LANES), the rest fill. Nothing beyond is read. */
+APART vec vec_load_tail_as(const char *p, ptrdiff_t n, vec fill, int type) {
+    union { vec v; real x[VEC_LANES]; } t = {fill};
+    load_run(p, SIZE_OF(type), type, 0, n, t.x);
+    return t.v;
+}
+
+INLINE vec vec_load_part_as(const char *p, ptrdiff_t i, ptrdiff_t n, vec fill, int type) {
+    p += i * SIZE_OF(type);
+    if (n < (ptrdiff_t)VEC_LANES) return vec_load_tail_as(p, n, fill, type);
+    if (type == ST_REAL) return *(const vec_anywhere *)p;
+    return vec_of_bits16(p, 0, type);
+}
+
+APART void vec_store_tail_as(char *p, ptrdiff_t n, vec a, int type) {
+    union { vec v; real x[VEC_LANES]; } t = {a};
+    store_run(p, SIZE_OF(type), type, 0, n, t.x);
+}
+
+INLINE void vec_store_part_as(char *p, ptrdiff_t i, ptrdiff_t n, vec a, int type) {
+    p += i * SIZE_OF(type);
+    if (n < (ptrdiff_t)VEC_LANES) { vec_store_tail_as(p, n, a, type); return; }
+    if (type == ST_REAL) { *(vec_anywhere *)p = a; return; }
+#if defined(__GNUC__)
+    *(vec_half_anywhere *)p = bits16_of_vec(a, type);
+#endif
 }
 
 /* Values up to the next whole cache line. */
