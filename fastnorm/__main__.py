@@ -9,6 +9,7 @@ import numpy as np
 
 import fastnorm
 from fastnorm import reference
+from fastnorm._peers import numpy_layer_norm, numpy_layer_norm_backward, numpy_rms_norm, numpy_rms_norm_backward
 
 OPS = ("layer_norm", "rms_norm")
 BENCH_SHAPES = ((1, 64), (32, 768), (512, 1024), (4096, 1024))
@@ -28,37 +29,6 @@ LARGE_MEAN = {"float16": 1e2, "bfloat16": 1e2, "float32": 1e6, "float64": 1e13}
 ALLOWED = 4
 ALLOWED_DX_SHORT = 8
 SHORT = 32
-
-
-# ---------------------------------------------------------------------------------------------
-# NumPy as one would write it, in the dtype of x
-# ---------------------------------------------------------------------------------------------
-
-def numpy_layer_norm(x, weight, bias, eps=1e-5):
-    """layer_norm over the trailing axis."""
-    mean = x.mean(axis=-1, keepdims=True)
-    var = x.var(axis=-1, keepdims=True)
-    return (x - mean) / np.sqrt(var + eps) * weight + bias
-
-
-def numpy_rms_norm(x, weight, eps=1e-5):
-    """rms_norm over the trailing axis."""
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
-
-
-def numpy_layer_norm_backward(dy, x, mean, rstd, weight):
-    """dx, dweight and dbias for a matrix x."""
-    x_hat = (x - mean) * rstd
-    wdy = dy * weight
-    dx = rstd * (wdy - wdy.mean(axis=-1, keepdims=True) - x_hat * (wdy * x_hat).mean(axis=-1, keepdims=True))
-    return dx, (dy * x_hat).sum(axis=0), dy.sum(axis=0)
-
-
-def numpy_rms_norm_backward(dy, x, rstd, weight):
-    """dx and dweight for a matrix x."""
-    x_hat = x * rstd
-    wdy = dy * weight
-    return rstd * (wdy - x_hat * (wdy * x_hat).mean(axis=-1, keepdims=True)), (dy * x_hat).sum(axis=0)
 
 
 # ---------------------------------------------------------------------------------------------
