@@ -23,7 +23,8 @@ except ImportError:
 
 def _load_peers():
     """fastnorm/_peers.py as it stands beside this file: the fastnorm that is measured may be older and lack it."""
-    spec = importlib.util.spec_from_file_location("fastnorm_peers", Path(__file__).parents[1] / "fastnorm" / "_peers.py")
+    path = Path(__file__).parents[1] / "fastnorm" / "_peers.py"
+    spec = importlib.util.spec_from_file_location("fastnorm_peers", path)
     module = importlib.util.module_from_spec(spec)
     # Where dataclasses look for it.
     sys.modules[spec.name] = module
