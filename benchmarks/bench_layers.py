@@ -46,7 +46,7 @@ def make(layer, shape):
 class Layers:
     """BatchNorm in training."""
 
-    params = [list(LAYERS), ["forward", "backward", "update"], ["2x64", "32x768", "4096x768"]]
+    params = [list(LAYERS), ["forward", "backward", "update"], ["32x768", "4096x768"]]
     param_names = ["layer", "step", "shape"]
     repeat = (10, 100, 1.0)
 

@@ -1,5 +1,5 @@
 """Every op over shapes, dtypes and axes, and beside its peers; CuPy arrays where there is a GPU."""
-from .common import CHANNEL_OPS, DTYPES, ROW_OPS, Call, peers
+from .common import CHANNEL_OPS, DTYPES, ROW_OPS, _Bandwidth, _Call, peers
 
 # One row, in the first and in the second cache, past them, past all caches; one long row.
 SHAPES = ["1x64", "32x768", "512x1024", "4096x768", "4096x4096", "1x1048576"]
@@ -16,58 +16,66 @@ CHANNELS = [
     "64x64x56x56 axis 1", "32x256x28x28 axis 1", "64x512x7x7 axis 1", "4096x1024 axis 1", "64x56x56x64 axis 3",
     "16x2x512x512 axis 1", "32x64 axis 1", "1x1200x1000x16 axis 3",
 ]
-OTHERS = [name for name in peers.IMPLEMENTATIONS if name not in ("fastnorm", "cupy", "fastnorm cupy")]
+# Whoever of the peers is installed where asv finds the benchmarks.
+PEERS = [name for name, version in peers.installed().items()
+         if name not in ("fastnorm", "copy", "cupy", "fastnorm cupy") and isinstance(version, str)]
 
 
-class Shapes(Call):
+class Shapes(_Bandwidth):
     """Rows along the last axis."""
 
     params = [ROW_OPS, SHAPES, ["float32"], ["fastnorm"]]
 
 
-class Dtypes(Call):
-    """Shapes has float32."""
-
-    params = [ROW_OPS, ["32x768", "4096x768"], [d for d in DTYPES if d != "float32"], ["fastnorm"]]
-
-
-class Axes(Call):
-    """Another axis than the last, beside the last axis of an array of the same size."""
-
-    params = [ROW_OPS, AXES, ["float32"], ["fastnorm"]]
-
-
-class Channels(Call):
+class Channels(_Bandwidth):
     """batch_norm."""
 
     params = [CHANNEL_OPS, CHANNELS, ["float32"], ["fastnorm"]]
 
 
-class ChannelDtypes(Call):
+class Copy(_Bandwidth):
+    """x to out: what an op can hope for on this machine."""
+
+    params = [["layer_norm"], SHAPES, ["float32"], ["copy"]]
+
+
+class Dtypes(_Call):
+    """Shapes has float32."""
+
+    params = [ROW_OPS, ["4096x768"], [d for d in DTYPES if d != "float32"], ["fastnorm"]]
+
+
+class ChannelDtypes(_Call):
     """Channels has float32."""
 
     params = [CHANNEL_OPS, ["32x256x28x28 axis 1"], [d for d in DTYPES if d != "float32"], ["fastnorm"]]
 
 
-class Others(Call):
-    """Who else computes the same, where it is installed, and a copy: what an op can hope for on this machine."""
+class Axes(_Call):
+    """Another axis than the last, beside the last axis of an array of the same size."""
 
-    params = [ROW_OPS, ["32x768", "4096x768"], ["float32"], OTHERS]
-
-
-class OtherChannels(Call):
-    """As Others."""
-
-    params = [CHANNEL_OPS, ["32x256x28x28 axis 1"], ["float32"], OTHERS]
+    params = [["layer_norm", "layer_norm_backward", "rms_norm", "add_rms_norm"], AXES, ["float32"], ["fastnorm"]]
 
 
-class CuPy(Call):
+class Peers(_Call):
+    """The same with other libraries."""
+
+    params = [ROW_OPS, ["32x768", "4096x768"], ["float32"], PEERS]
+
+
+class ChannelPeers(_Call):
+    """As Peers."""
+
+    params = [CHANNEL_OPS, ["32x256x28x28 axis 1"], ["float32"], PEERS]
+
+
+class CuPy(_Call):
     """Arrays on the current device, until it has finished; ours and the formula in plain CuPy."""
 
-    params = [ROW_OPS, ["32x768", "16384x4096"], ["float32", "float16"], ["fastnorm cupy", "cupy"]]
+    params = [ROW_OPS, ["32x768", "16384x4096"], ["float16"], ["fastnorm cupy", "cupy"]]
 
 
-class CuPyChannels(Call):
+class ChannelCuPy(_Call):
     """As CuPy."""
 
-    params = [CHANNEL_OPS, ["64x256x56x56 axis 1"], ["float32", "float16"], ["fastnorm cupy", "cupy"]]
+    params = [CHANNEL_OPS, ["64x256x56x56 axis 1"], ["float16"], ["fastnorm cupy", "cupy"]]

@@ -59,8 +59,8 @@ def gb_per_s(call, n_bytes):
     return float(f"{value:.4g}")
 
 
-class Call:
-    """One call, into memory that is used again: its time, and what it moves at least over its time.
+class _Call:
+    """One call, into memory that is used again.
 
     The op is a parameter, as are the case (shape and axis), the dtype and who computes; the classes say which values
     of them go together, since the full product would take days.
@@ -75,6 +75,10 @@ class Call:
 
     def time_call(self, op, case, dtype, implementation):
         self.call()
+
+
+class _Bandwidth(_Call):
+    """And what the call has to move at least, over its time."""
 
     def track_gb_per_s(self, op, case, dtype, implementation):
         return gb_per_s(self.call, peers.bytes_moved(op, parse(case)[0], dtype))
