@@ -68,10 +68,11 @@ def test_counts_are_read_from_the_file_of_callgrind():
     instructions = importlib.import_module("benchmarks.bench_instructions")
     skipped, *run = instructions.CASES
     printed = "\n".join([f"{skipped}\tno such op", *(f"{case}\trun" for case in run)])
-    # What comes before the first mark, then pairs of calls and of what lies between them; first calls of nothing.
-    totals = [10**6, 100]
+    # What comes before the first mark, then some counts of the same calls and what follows them; first calls of nothing.
+    totals = [10**6, 100, 105, 100]
     for k in range(len(run)):
-        totals += [7, 100 + instructions.N_CALLS * (k + 1)]
+        n = 100 + instructions.N_CALLS * (k + 1)
+        totals += [7, n + 5, n, n + 1]
     file = "".join(f"part: {k}\ntotals: {n}\n" for k, n in enumerate([*totals, 8]))
     counts = instructions.per_call(printed, file)
     assert counts == {skipped: "no such op", **{case: k + 1 for k, case in enumerate(run)}}
