@@ -143,7 +143,7 @@ def _thread_counts(counts=None):
 def _quick_bench():
     cases = [_bench.Case(op, shape, "float32", n) for op in _bench.QUICK_OPS for shape in _bench.DEFAULT_SHAPES
              for n in _thread_counts()]
-    return _bench.bench(cases, ["numpy"], seconds=0.2)
+    return _bench.bench(cases, ["numpy"], seconds=0.1)
 
 
 def _run(argv):

@@ -105,7 +105,7 @@ def measure(cases, names, seconds, progress):
                     skipped[name] = str(reason)
                 except MemoryError:
                     skipped[name] = "not enough memory"
-            yield Result(case, _timings(calls, case.threads, seconds), skipped)
+            yield Result(case, _timings(calls, case.threads, seconds) if calls else {}, skipped)
     finally:
         fastnorm.set_num_threads(previous)
 
@@ -117,6 +117,7 @@ def _timings(calls, n_threads, seconds):
     end = time.perf_counter() + seconds
     for n_rounds in itertools.count(1):
         for name, turn in turns.items():
+            # Of one thread, nothing is left when it has returned.
             if n_threads > 1:
                 _wait_for_quiet()
             samples[name] += turn()
@@ -175,7 +176,9 @@ def gb_per_s(case, name, timing):
 
 
 def percent_of_copy(result, name):
-    """Percent of the bandwidth of a copy, in the same case."""
+    """Percent of the bandwidth of a copy, in the same case; NaN without one."""
+    if "copy" not in result.timings:
+        return math.nan
     bandwidth = {k: gb_per_s(result.case, k, result.timings[k]) for k in (name, "copy")}
     return 100 * bandwidth[name] / bandwidth["copy"]
 
@@ -338,6 +341,7 @@ def _json_rows(result):
             "quartiles": list(timing.quartiles),
             "samples": timing.samples,
             "gb_per_s": gb_per_s(result.case, name, timing),
+            # JSON has no NaN.
             "percent_of_copy": percent_of_copy(result, name) if "copy" in result.timings else None,
         }
 

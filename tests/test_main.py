@@ -264,6 +264,22 @@ def test_too_large_a_shape_is_skipped_with_its_reason(capsys):
     assert "not enough memory" in text
 
 
+@pytest.mark.parametrize("long", [[], ["--long"]])
+def test_one_that_fails_leaves_the_others(long, capsys, monkeypatch):
+    """A copy that does not fit into memory, as well."""
+    make_call = _peers.make_call
+
+    def without_copy(implementation, *arguments):
+        if implementation == "copy":
+            raise MemoryError
+        return make_call(implementation, *arguments)
+
+    monkeypatch.setattr(_peers, "make_call", without_copy)
+    assert "not enough memory" in bench(capsys, "--op", "layer_norm", "--against", "numpy", *long)
+    data = json.loads(bench(capsys, "--op", "layer_norm", "--against", "numpy", "--json", "-"))
+    assert [row["percent_of_copy"] for row in data["rows"]] == [None, None]
+
+
 def test_a_busy_machine_is_told():
     assert not list(_bench._busy_machine(0.1)) and not list(_bench._busy_machine(None))
     assert "7.0" in next(_bench._busy_machine(7.0))

@@ -1,6 +1,9 @@
 """fastnorm/_peers.py: what the benchmarks call is right, whoever computes it; what cannot be called says why."""
 
 
+import sys
+import types
+
 import numpy as np
 import pytest
 from helpers import ROOT, run_python
@@ -216,3 +219,19 @@ else:
     raise AssertionError
 """
     run_python(code)
+
+
+@pytest.mark.parametrize("op", _peers.OPS)
+@pytest.mark.parametrize("implementation", ["cupy", "fastnorm cupy"])
+def test_calls_of_cupy_wait_for_the_device(implementation, op, monkeypatch):
+    """With a CuPy that has NumPy's arrays."""
+    waited = []
+    stream = types.SimpleNamespace(synchronize=lambda: waited.append(1))
+    runtime = types.SimpleNamespace(getDeviceCount=lambda: 1)
+    cuda = types.SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=np.array, cuda=cuda))
+    a = _peers.make_arrays(op, (24, 40))
+    call = _peers.make_call(implementation, a)
+    assert waited == [1]
+    assert_right(call, a)
+    assert waited == [1, 1]
