@@ -1,6 +1,9 @@
 """fastnorm/_peers.py: what the benchmarks call is right, whoever computes it; what cannot be called says why."""
 
 
+import sys
+import types
+
 import numpy as np
 import pytest
 from helpers import ROOT, run_python
@@ -81,17 +84,30 @@ def check(implementation, a, n_threads=1):
         assert_right(_peers.make_call(implementation, a, n_threads), a)
 
 
-@pytest.mark.parametrize("implementation", PEERS)
-@pytest.mark.parametrize("op", _peers.OPS)
+# numba compiles for a second or two each; these have been through every line of its kernels.
+SOON_COMPILED = ["rms_norm", "add_layer_norm", "rms_norm_backward", "add_layer_norm_backward"]
+
+
+def unless_numba_is_slow(op, implementation):
+    slow = implementation == "numba" and op not in SOON_COMPILED and not op.startswith("batch_norm")
+    return pytest.param(op, implementation, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("op, implementation", [unless_numba_is_slow(op, i) for op in _peers.OPS for i in PEERS])
 def test_every_peer_gives_the_result_of_the_reference(op, implementation):
     check(implementation, _peers.make_arrays(op, (24, 40)))
 
 
-@pytest.mark.parametrize("implementation", PEERS)
+@pytest.mark.parametrize("implementation", [i for i in PEERS if i != "numba"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm_backward", "batch_norm", "batch_norm_evaluation"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm_backward", "batch_norm", "batch_norm_evaluation"])
 def test_in_every_dtype(op, dtype, implementation):
     check(implementation, _peers.make_arrays(op, (24, 40), dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_numba_has_one_of_them(dtype):
+    check("numba", _peers.make_arrays("rms_norm", (24, 40), dtype))
 
 
 @pytest.mark.parametrize("implementation", [i for i in PEERS if i != "numba"])
@@ -116,8 +132,8 @@ def test_those_without_other_axes_say_so(implementation):
         _peers.make_call(implementation, a)
 
 
-@pytest.mark.parametrize("implementation", ["fastnorm", "numba", "torch", "onnxruntime"])
-@pytest.mark.parametrize("op", ["layer_norm", "layer_norm_backward"])
+@pytest.mark.parametrize("implementation", ["fastnorm", pytest.param("numba", marks=pytest.mark.slow), "torch"])
+@pytest.mark.parametrize("op", ["rms_norm", "rms_norm_backward"])
 def test_on_two_threads(op, implementation):
     check(implementation, _peers.make_arrays(op, (64, 40)), n_threads=2)
 
@@ -128,9 +144,10 @@ def test_on_two_threads(op, implementation):
 def test_the_copy_copies_all(dtype, n_threads, shape):
     a = _peers.make_arrays("layer_norm", shape, dtype)
     call = _peers.make_call("copy", a, n_threads)
-    a.out[...] = 0
-    call()
-    assert a.out.tobytes() == a.x.tobytes()
+    first = call()
+    first[...] = 0
+    second = call()
+    assert second.tobytes() == a.x.tobytes() and np.shares_memory(first, second)
 
 
 def test_all_memory_is_there_and_means_are_not_zero():
@@ -202,3 +219,19 @@ else:
     raise AssertionError
 """
     run_python(code)
+
+
+@pytest.mark.parametrize("op", _peers.OPS)
+@pytest.mark.parametrize("implementation", ["cupy", "fastnorm cupy"])
+def test_calls_of_cupy_wait_for_the_device(implementation, op, monkeypatch):
+    """With a CuPy that has NumPy's arrays."""
+    waited = []
+    stream = types.SimpleNamespace(synchronize=lambda: waited.append(1))
+    runtime = types.SimpleNamespace(getDeviceCount=lambda: 1)
+    cuda = types.SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=np.array, cuda=cuda))
+    a = _peers.make_arrays(op, (24, 40))
+    call = _peers.make_call(implementation, a)
+    assert waited == [1]
+    assert_right(call, a)
+    assert waited == [1, 1]
