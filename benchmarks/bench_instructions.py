@@ -67,7 +67,7 @@ def count_instructions():
 
 
 def per_call(printed, counts):
-    """printed: for each case "run" or why it was not; counts: callgrind's file, one part for what lies between marks."""
+    """printed: for each case "run" or why it was not; counts: callgrind's file, a part for what lies between marks."""
     totals = [int(n) for n in re.findall(r"^totals: (\d+)", counts, re.M)]
     # N_COUNTS parts, and what comes before the next ones.
     smallest = (min(totals[k : k + N_COUNTS]) for k in range(1, len(totals), N_COUNTS + 1))

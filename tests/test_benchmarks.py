@@ -68,7 +68,7 @@ def test_counts_are_read_from_the_file_of_callgrind():
     instructions = importlib.import_module("benchmarks.bench_instructions")
     skipped, *run = instructions.CASES
     printed = "\n".join([f"{skipped}\tno such op", *(f"{case}\trun" for case in run)])
-    # What comes before the first mark, then some counts of the same calls and what follows them; first calls of nothing.
+    # What comes before the first mark, then some counts of the same calls and what follows them; first, of nothing.
     totals = [10**6, 100, 105, 100]
     for k in range(len(run)):
         n = 100 + instructions.N_CALLS * (k + 1)
