@@ -364,10 +364,10 @@ def processor():
 # Told apart by marker and dashes, not by colour alone.
 STYLES = {
     "fastnorm": dict(color="black", marker="o", linestyle="-", linewidth=2),
-    "numpy": dict(color="#56b4e9", marker="v", linestyle=":"),
+    "numpy": dict(color="#2a7fb8", marker="v", linestyle=":"),
     "numba": dict(color="#009e73", marker="s", linestyle="--"),
     "torch": dict(color="#d55e00", marker="^", linestyle="-."),
-    "jax": dict(color="#cc79a7", marker="D", linestyle=(0, (1, 3))),
+    "jax": dict(color="#a04f80", marker="D", linestyle=(0, (1, 3))),
     "onnxruntime": dict(color="#0072b2", marker="x", linestyle=(0, (5, 1, 1, 1, 1, 1))),
     "cupy": dict(color="#e69f00", marker="P", linestyle=(0, (3, 3))),
     "fastnorm cupy": dict(color="black", marker="*", linestyle="--"),
@@ -393,7 +393,7 @@ def plot(results, path):
         handles |= _panel(ax, members, "{}, {}, ".format(*key[:2]) + threads_text(key[2]))
     for ax in list(axes)[len(panels):]:
         ax.remove()
-    order = [n for n in ("copy", *_peers.IMPLEMENTATIONS) if n in handles]
+    order = [n for n in _peers.IMPLEMENTATIONS if n in handles]
     figure.legend([handles[n] for n in order], order, loc="outside lower center", ncols=2 * n_columns, frameon=False,
                   handlelength=4)
     figure.suptitle(f"fastnorm {fastnorm.__version__}, {processor()}, {datetime.date.today()}", fontsize="medium")
@@ -413,6 +413,7 @@ def _panel(ax, results, title):
     ax.set_ylim(bottom=0)
     ax.set(title=title, xlabel="one array", ylabel="GB/s")
     ax.title.set_fontsize("medium")
+    ax.tick_params(axis="x", labelsize="small")
     ax.grid(alpha=0.3)
     return lines
 
