@@ -1,5 +1,11 @@
 """Every op over shapes, dtypes and axes, and beside its peers; CuPy arrays where there is a GPU."""
-from .common import CHANNEL_OPS, DTYPES, ROW_OPS, _Bandwidth, _Call, peers
+import functools
+
+import numpy as np
+
+import fastnorm
+
+from .common import CHANNEL_OPS, DTYPES, ROW_OPS, _Bandwidth, _Call, make_arrays, peers
 
 # One row, in the first and in the second cache, past them, past all caches; one long row.
 SHAPES = ["1x64", "32x768", "512x1024", "4096x768", "4096x4096", "1x1048576"]
@@ -55,6 +61,29 @@ class Axes(_Call):
     """Another axis than the last, beside the last axis of an array of the same size."""
 
     params = [["layer_norm", "layer_norm_backward", "rms_norm", "add_rms_norm"], AXES, ["float32"], ["fastnorm"]]
+
+
+@functools.lru_cache(maxsize=1)
+def unfused(op, case, dtype):
+    """Two calls in the place of one."""
+    arrays = make_arrays(op.removeprefix("add_"), case, dtype)
+    x, residual = arrays.x.copy(), arrays.x.copy()
+    norm = peers.make_call("fastnorm", arrays, fastnorm.get_num_threads())
+
+    def add_and_norm():
+        np.add(x, residual, out=arrays.x)
+        norm()
+
+    return add_and_norm
+
+
+class Unfused(_Call):
+    """What the residual forms of Shapes replace: np.add, then the norm."""
+
+    params = [["add_layer_norm", "add_rms_norm"], ["512x1024", "4096x4096"], ["float32"], ["fastnorm"]]
+
+    def setup(self, op, case, dtype, implementation):
+        self.call = unfused(op, case, dtype)
 
 
 class Peers(_Call):
