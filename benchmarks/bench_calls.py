@@ -58,7 +58,8 @@ class TinyCall:
         names = dict(x=x, dy=dy, weight=weight, bias=bias, mean=mean, rstd=rstd, rms_rstd=rms_rstd,
                      y=np.ones_like(x), dx=np.ones_like(x), np=np)
         names |= {name + "16": names[name].astype(np.float16) for name in ("x", "y", "weight", "bias")}
-        names |= dict(residual=dy.copy(), dh=dy.copy(), h=np.ones_like(x), rows=rng.standard_normal((2, 64), dtype=np.float32),
+        names |= dict(residual=dy.copy(), dh=dy.copy(), h=np.ones_like(x))
+        names |= dict(rows=rng.standard_normal((2, 64), dtype=np.float32),
                       running_mean=np.zeros(64, np.float32), running_var=np.ones(64, np.float32))
         if layers is not None and hasattr(layers, "BatchNorm"):
             names["layers"] = SimpleNamespace(

@@ -1,60 +1,110 @@
-"""Normalization over the trailing axis, into memory that is used again: time and bandwidth."""
+"""Every op over shapes, dtypes and axes, and beside its peers; CuPy arrays where there is a GPU."""
+import functools
+
 import numpy as np
 
-from .common import (
-    BACKWARD,
-    DTYPES,
-    FORWARD,
-    IMPLEMENTATIONS,
-    SHAPES,
-    bytes_moved,
-    dimensions,
-    gb_per_s,
-    make_call,
-)
+import fastnorm
+
+from .common import CHANNEL_OPS, DTYPES, ROW_OPS, _Bandwidth, _Call, make_arrays, peers
+
+# One row, in the first and in the second cache, past them, past all caches; one long row.
+SHAPES = ["1x64", "32x768", "512x1024", "4096x768", "4096x4096", "1x1048576"]
+# Each line has one size and one length of the normalized axis; the last line is what GPT and images are like.
+AXES = [
+    "512x512 axis 0", "512x512 axis 1",
+    "4096x4096 axis 0",
+    "64x256x1024 axis 1", "64x1024x256 axis 2",
+    "32x64x56x56 axis 1", "32x56x56x64 axis 3",
+]
+# Large images, small ones, tiny ones, a matrix, channels last, few channels; one channel a row, and more than a million
+# values a channel between two looks for Ctrl-C.
+CHANNELS = [
+    "64x64x56x56 axis 1", "32x256x28x28 axis 1", "64x512x7x7 axis 1", "4096x1024 axis 1", "64x56x56x64 axis 3",
+    "16x2x512x512 axis 1", "32x64 axis 1", "1x1200x1000x16 axis 3",
+]
+# Whoever of the peers is installed where asv finds the benchmarks.
+PEERS = [name for name, version in peers.installed().items()
+         if name not in ("fastnorm", "copy", "cupy", "fastnorm cupy") and isinstance(version, str)]
 
 
-class _Norm:
-    """One call, and the bytes that it has to move over its time. Below ten microseconds see bench_calls."""
+class Shapes(_Bandwidth):
+    """Rows along the last axis."""
 
-    param_names = ["op", "dtype", "shape", "implementation"]
-    # A sample is a single call, since asv runs setup before each.
-    repeat = (10, 100, 1.0)
-
-    def setup(self, op, dtype, shape, implementation):
-        self.call = make_call(op, dtype, shape, implementation)
-
-    def time_call(self, op, dtype, shape, implementation):
-        self.call()
-
-    def track_gb_per_s(self, op, dtype, shape, implementation):
-        return gb_per_s(self.call, bytes_moved(op, dtype, shape))
-
-    track_gb_per_s.unit = "GB/s"
+    params = [ROW_OPS, SHAPES, ["float32"], ["fastnorm"]]
 
 
-class Forward(_Norm):
-    """layer_norm with weight and bias, rms_norm with weight."""
+class Channels(_Bandwidth):
+    """batch_norm."""
 
-    params = [FORWARD, DTYPES, SHAPES, IMPLEMENTATIONS]
-
-
-class Backward(_Norm):
-    """dx and the gradients of the parameters, dx into memory that is used again."""
-
-    params = [BACKWARD, DTYPES, SHAPES, IMPLEMENTATIONS]
+    params = [CHANNEL_OPS, CHANNELS, ["float32"], ["fastnorm"]]
 
 
-class Copy:
-    """np.copyto of a float32 array: what a forward can hope for on this machine, with one thread."""
+class Copy(_Bandwidth):
+    """x to out: what an op can hope for on this machine."""
 
-    params = [SHAPES]
-    param_names = ["shape"]
+    params = [["layer_norm"], SHAPES, ["float32"], ["copy"]]
 
-    def setup(self, shape):
-        self.x, self.y = np.ones((2, *dimensions(shape)), np.float32)
 
-    def track_gb_per_s(self, shape):
-        return gb_per_s(lambda: np.copyto(self.y, self.x), self.x.nbytes + self.y.nbytes)
+class Dtypes(_Call):
+    """Shapes has float32."""
 
-    track_gb_per_s.unit = "GB/s"
+    params = [ROW_OPS, ["4096x768"], [d for d in DTYPES if d != "float32"], ["fastnorm"]]
+
+
+class ChannelDtypes(_Call):
+    """Channels has float32."""
+
+    params = [CHANNEL_OPS, ["32x256x28x28 axis 1"], [d for d in DTYPES if d != "float32"], ["fastnorm"]]
+
+
+class Axes(_Call):
+    """Another axis than the last, beside the last axis of an array of the same size."""
+
+    params = [["layer_norm", "layer_norm_backward", "rms_norm", "add_rms_norm"], AXES, ["float32"], ["fastnorm"]]
+
+
+@functools.lru_cache(maxsize=1)
+def unfused(op, case, dtype):
+    """Two calls in the place of one."""
+    arrays = make_arrays(op.removeprefix("add_"), case, dtype)
+    x, residual = arrays.x.copy(), arrays.x.copy()
+    norm = peers.make_call("fastnorm", arrays, fastnorm.get_num_threads())
+
+    def add_and_norm():
+        np.add(x, residual, out=arrays.x)
+        norm()
+
+    return add_and_norm
+
+
+class Unfused(_Call):
+    """What the residual forms of Shapes replace: np.add, then the norm."""
+
+    params = [["add_layer_norm", "add_rms_norm"], ["512x1024", "4096x4096"], ["float32"], ["fastnorm"]]
+
+    def setup(self, op, case, dtype, implementation):
+        self.call = unfused(op, case, dtype)
+
+
+class Peers(_Call):
+    """The same with other libraries."""
+
+    params = [ROW_OPS, ["32x768", "4096x768"], ["float32"], PEERS]
+
+
+class ChannelPeers(_Call):
+    """As Peers."""
+
+    params = [CHANNEL_OPS, ["32x256x28x28 axis 1"], ["float32"], PEERS]
+
+
+class CuPy(_Call):
+    """Arrays on the current device, until it has finished; ours and the formula in plain CuPy."""
+
+    params = [ROW_OPS, ["32x768", "16384x4096"], ["float16"], ["fastnorm cupy", "cupy"]]
+
+
+class ChannelCuPy(_Call):
+    """As CuPy."""
+
+    params = [CHANNEL_OPS, ["64x256x56x56 axis 1"], ["float16"], ["fastnorm cupy", "cupy"]]

@@ -1,136 +1,86 @@
-"""What the benchmarks share: arrays, the table of ops, the bytes that an op has to move.
+"""What the benchmarks share: calls by the name of an op and of who computes it, and their measures.
 
-Only public functions of fastnorm are used, so that older commits can be measured.
+How to call fastnorm and its peers stands in fastnorm/_peers.py. It is loaded from this checkout, since the fastnorm
+that is installed may be an older commit, and uses only public functions: what a commit lacks is skipped.
 """
 import functools
+import importlib.util
 import math
 import statistics
+import sys
 import timeit
-from typing import NamedTuple
-
-import numpy as np
+from pathlib import Path
 
 import fastnorm
 
-try:
-    import ml_dtypes
-except ImportError:
-    ml_dtypes = None
-try:
-    from fastnorm import __main__ as plain_numpy
-except ImportError:
-    plain_numpy = None
 
-FORWARD = ["layer_norm", "rms_norm"]
-BACKWARD = ["layer_norm_backward", "rms_norm_backward"]
+def load_peers():
+    """The module fastnorm/_peers.py of this checkout."""
+    path = Path(__file__).resolve().parent.parent / "fastnorm" / "_peers.py"
+    spec = importlib.util.spec_from_file_location("peers_of_the_checkout", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+peers = load_peers()
+OPS = list(peers.OPS)
+# Norms of rows, and those of channels.
+ROW_OPS = [op for op in OPS if not op.startswith("batch_norm")]
+CHANNEL_OPS = [op for op in OPS if op.startswith("batch_norm")]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
-# One row, in the first and in the second cache, past them, past all caches; few long rows.
-SHAPES = ["1x64", "32x768", "512x1024", "4096x768", "4096x4096", "1x1048576"]
-IMPLEMENTATIONS = ["fastnorm", "numpy"]
 
 
-class Arrays(NamedTuple):
-    """The arguments of an op. All memory has been written to, so that no page fault is timed."""
-    x: np.ndarray
-    dy: np.ndarray
-    weight: np.ndarray
-    bias: np.ndarray
-    out: np.ndarray
+def parse(case):
+    """(32, 768), None for "32x768"; (64, 56, 56), 1 for "64x56x56 axis 1"."""
+    shape, _, axis = case.partition(" axis ")
+    return tuple(map(int, shape.split("x"))), int(axis) if axis else None
 
 
-def make_arrays(shape, dtype, axis=-1):
-    """Arrays with a mean that is not 0."""
-    if dtype == "bfloat16" and ml_dtypes is None:
-        raise NotImplementedError("ml_dtypes is not installed")
-    rng = np.random.default_rng(0)
-    parameter_shape = (shape[axis],)
-    x, dy, weight, bias = (rng.standard_normal(s, dtype=np.float32) for s in (shape, shape, *2 * [parameter_shape]))
-    x += 0.5
-    return Arrays(*(a.astype(dtype, copy=False) for a in (x, dy, weight, bias)), np.ones(shape, dtype))
-
-
-# ---------------------------------------------------------------------------------------------
-# Ops: from arrays to a call without arguments. NumPy's have the trailing axis only.
-# ---------------------------------------------------------------------------------------------
-
-def _layer_norm(a, axis):
-    return lambda: fastnorm.layer_norm(a.x, a.weight, a.bias, axis=axis, out=a.out)
-
-
-def _rms_norm(a, axis):
-    return lambda: fastnorm.rms_norm(a.x, a.weight, axis=axis, out=a.out)
-
-
-def _layer_norm_backward(a, axis):
-    _, mean, rstd = fastnorm.layer_norm_forward(a.x, axis=axis, out=a.out)
-    return lambda: fastnorm.layer_norm_backward(a.dy, a.x, mean, rstd, a.weight, axis=axis, out=a.out)
-
-
-def _rms_norm_backward(a, axis):
-    _, rstd = fastnorm.rms_norm_forward(a.x, axis=axis, out=a.out)
-    return lambda: fastnorm.rms_norm_backward(a.dy, a.x, rstd, a.weight, axis=axis, out=a.out)
-
-
-def _numpy_layer_norm(a, axis):
-    return lambda: plain_numpy.numpy_layer_norm(a.x, a.weight, a.bias)
-
-
-def _numpy_rms_norm(a, axis):
-    return lambda: plain_numpy.numpy_rms_norm(a.x, a.weight)
-
-
-def _numpy_layer_norm_backward(a, axis):
-    _, mean, rstd = fastnorm.layer_norm_forward(a.x, out=a.out)
-    return lambda: plain_numpy.numpy_layer_norm_backward(a.dy, a.x, mean, rstd, a.weight)
-
-
-def _numpy_rms_norm_backward(a, axis):
-    _, rstd = fastnorm.rms_norm_forward(a.x, out=a.out)
-    return lambda: plain_numpy.numpy_rms_norm_backward(a.dy, a.x, rstd, a.weight)
-
-
-OPS = {
-    "fastnorm": {
-        "layer_norm": _layer_norm,
-        "rms_norm": _rms_norm,
-        "layer_norm_backward": _layer_norm_backward,
-        "rms_norm_backward": _rms_norm_backward,
-    },
-    "numpy": {
-        "layer_norm": _numpy_layer_norm,
-        "rms_norm": _numpy_rms_norm,
-        "layer_norm_backward": _numpy_layer_norm_backward,
-        "rms_norm_backward": _numpy_rms_norm_backward,
-    },
-}
+def make_arrays(op, case, dtype="float32"):
+    shape, axis = parse(case)
+    return peers.make_arrays(op, shape, dtype, axis)
 
 
 # asv calls setup anew before every call that it times. Without the cache, each would meet cold memory.
 @functools.lru_cache(maxsize=1)
-def make_call(op, dtype, shape, implementation="fastnorm", axis=-1):
-    """A call without arguments that has been called once; shape as "32x768"."""
-    # 16-bit floats take NumPy seconds, and float64 tells nothing that float32 does not.
-    if implementation == "numpy" and (plain_numpy is None or dtype != "float32"):
-        raise NotImplementedError("NumPy is timed in float32")
-    call = OPS[implementation][op](make_arrays(dimensions(shape), dtype, axis), axis)
+def make_call(op, case, dtype="float32", implementation="fastnorm"):
+    """A call without arguments that has been called once."""
+    call = peers.make_call(implementation, make_arrays(op, case, dtype), fastnorm.get_num_threads())
     call()
     return call
-
-
-def dimensions(shape):
-    """(32, 768) for "32x768"."""
-    return tuple(map(int, shape.split("x")))
-
-
-def bytes_moved(op, dtype, shape):
-    """The least that has to go through memory: x and y; backward dy, x and dx. Parameters are not counted."""
-    itemsize = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-    return (3 if op in BACKWARD else 2) * math.prod(dimensions(shape)) * itemsize
 
 
 def gb_per_s(call, n_bytes):
     """Median over samples of at least a millisecond."""
     timer = timeit.Timer(call)
-    number = max(1, int(1e-3 / timer.timeit(1)))
+    number = max(1, math.ceil(1e-3 / timer.timeit(1)))
     value = n_bytes / (statistics.median(timer.repeat(5, number)) / number) / 1e9
     return float(f"{value:.4g}")
+
+
+class _Call:
+    """One call, into memory that is used again.
+
+    The op is a parameter, as are the case (shape and axis), the dtype and who computes; the classes say which values
+    of them go together, since the full product would take days.
+    """
+
+    param_names = ["op", "case", "dtype", "implementation"]
+    # A sample is a single call, since asv runs setup before each.
+    repeat = (10, 100, 1.0)
+
+    def setup(self, op, case, dtype, implementation):
+        self.call = make_call(op, case, dtype, implementation)
+
+    def time_call(self, op, case, dtype, implementation):
+        self.call()
+
+
+class _Bandwidth(_Call):
+    """And what the call has to move at least, over its time."""
+
+    def track_gb_per_s(self, op, case, dtype, implementation):
+        return gb_per_s(self.call, peers.bytes_moved(op, parse(case)[0], dtype))
+
+    track_gb_per_s.unit = "GB/s"

@@ -10,7 +10,8 @@ from helpers import ROOT
 import fastnorm
 
 PACKAGE = ROOT / "fastnorm"
-# Higher floors import lower ones only. reference.py and __main__.py stand beside the house.
+# Higher floors import lower ones only. These stand beside the house, and no floor imports them.
+BESIDE = ["reference.py", "__main__.py", "_bench.py", "_check.py", "_peers.py"]
 FLOORS = [
     {"fastnorm._cpu", "fastnorm._cuda"},
     {"fastnorm._backend", "fastnorm._arrays", "fastnorm._threads", "fastnorm._config"},
@@ -50,7 +51,7 @@ SOURCES = sorted(
     p
     for pattern in ("*.py", "*.pxd", "_cpu/*.py", "_cpu/*.pyx", "_cpu/*.pxd", "_cpu/*.pxi", "_cuda/*.py")
     for p in PACKAGE.glob(pattern)
-    if p.name not in ("reference.py", "__main__.py")
+    if p.name not in BESIDE
 )
 
 
