@@ -19,6 +19,24 @@ else:
     from fastnorm._cuda import geometry, sources
 
 
+def pytest_collection_modifyitems(items):
+    """What waits for the compiler comes last."""
+    items.sort(key=lambda item: "reports" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cubin_reports(request):
+    """In the making while the other tests run, so that no processor is idle."""
+    if not any("reports" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield
+        return
+    import cubins
+
+    reports = cubins.Reports()
+    yield reports
+    reports.close()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def installed(request):
     device = the_device()

@@ -1,10 +1,11 @@
 """A device for tests without a GPU: real cupy.ndarrays over host memory, and kernels compiled for the processor.
 
 `Module` takes the place of cupy.RawModule, `Memory` that of CuPy's allocator; the launchers of fastnorm._cuda do not
-notice. emulator.h has the part that runs kernels.
+notice. emulator.cpp runs the kernels, emulator.h is what they see of it.
 """
 
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -17,9 +18,12 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-HEADER = Path(__file__).with_name("emulator.h")
+HEADER, RUNTIME = Path(__file__).with_name("emulator.h"), Path(__file__).with_name("emulator.cpp")
 COMPILER = os.environ.get("CXX", "g++")
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fsanitize=undefined", "-static-libubsan"]
+LIBRARY = ["-std=c++17", "-fPIC", "-shared", "-w"]
+# Null pointers and objects that are too small: the emulator looks at every access itself.
+SANITIZE = ["-fsanitize=undefined", "-fno-sanitize=null,object-size,pointer-overflow", "-static-libubsan"]
+FLAGS = [*LIBRARY, "-O1", "-ffp-contract=off", *SANITIZE]
 if " fma " in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False:
     FLAGS.append("-mfma")
 # Beside the compiled tests: of this checkout alone, and kept from run to run.
@@ -47,7 +51,7 @@ class _Block:
         address = self.buffer.ctypes.data
         self.start = address + self.GUARD - address % self.GUARD + shift
         self.size = size
-        self.writer, self.reader = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
+        self.writer, self.reader = np.zeros(size, np.int32), np.zeros(size, np.int32)
 
     def guards_are_whole(self):
         first = self.start - self.buffer.ctypes.data
@@ -103,26 +107,38 @@ class Module:
     """As cupy.RawModule."""
 
     def __init__(self, emulator, code, options):
-        self.emulator, self.options = emulator, options
+        self.emulator, self.options, self.runtime = emulator, options, runtime()
         self.library = ctypes.CDLL(str(built(code, options)))
-        self.library.emulated_launch.restype = ctypes.c_char_p
 
     def get_function(self, name):
         return Function(self, name)
 
 
+@functools.cache
+def runtime():
+    """The library that runs kernels, those of all libraries loaded after it."""
+    library = ctypes.CDLL(
+        str(compiled(RUNTIME.read_text(), [*LIBRARY, "-O2", "-ftree-vectorize"])), mode=ctypes.RTLD_GLOBAL
+    )
+    library.emulated_launch.restype = ctypes.c_char_p
+    return library
+
+
 def built(code, options):
-    """The library of a source; built once, whoever asks."""
+    """The library of a kernel's source."""
     names = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(', code)
     assert names, "no kernels"
-    source = code + "".join(f"\nEMULATED_KERNEL({n})" for n in names) + "\n"
-    macros = [o for o in options if o.startswith("-D")]
-    key = hashlib.sha256("\0".join([HEADER.read_text(), source, COMPILER, *FLAGS, *macros]).encode()).hexdigest()[:24]
-    path = CACHE / f"{key}.so"
+    source = HEADER.read_text() + code + "".join(f"\nEMULATED_KERNEL({n})" for n in names) + "\n"
+    return compiled(source, [*FLAGS, *(o for o in options if o.startswith("-D"))])
+
+
+def compiled(source, flags):
+    """Built once, whoever asks."""
+    path = CACHE / f"{hashlib.sha256(chr(0).join([source, COMPILER, *flags]).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         made = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        command = [COMPILER, *FLAGS, *macros, "-include", str(HEADER), "-x", "c++", "-", "-o", str(made)]
+        command = [COMPILER, *flags, "-x", "c++", "-", "-o", str(made)]
         done = subprocess.run(command, input=source, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr[:5000]
         made.replace(path)
@@ -139,16 +155,16 @@ class Function:
     """As cupy.RawKernel."""
 
     def __init__(self, module, name):
-        self.emulator, self.name, self.library = module.emulator, name, module.library
-        self.call = ctypes.cast(getattr(self.library, f"emulated_call_{name}"), ctypes.c_void_p)
-        kinds = getattr(self.library, f"emulated_kinds_{name}")
+        self.emulator, self.name, self.runtime = module.emulator, name, module.runtime
+        self.call = ctypes.cast(getattr(module.library, f"emulated_call_{name}"), ctypes.c_void_p)
+        kinds = getattr(module.library, f"emulated_kinds_{name}")
         kinds.restype = ctypes.c_char_p
         self.kinds = kinds().decode()
         threads = [int(o.split("=")[1]) for o in module.options if o.startswith("-DKERNEL_THREADS=")]
         self.most_threads = threads[0] if threads else 1024
         # CuPy compiles a source once for a device: whoever asks for the kernel again gets the same one, limit included.
         self.limits = self.emulator.limits
-        self.key = (self.library._name, name)
+        self.key = (module.library._name, name)
         self.limits.setdefault(self.key, 48 * 1024)
 
     @property
@@ -175,7 +191,7 @@ class Function:
         e = self.emulator
         regions, blocks = e.memory.regions()
         counters = Counters()
-        error = self.library.emulated_launch(
+        error = self.runtime.emulated_launch(
             self.call,
             (ctypes.c_uint * 2)(*grid),
             ctypes.c_uint(threads),
@@ -183,7 +199,7 @@ class Function:
             packed,
             regions,
             len(blocks),
-            ctypes.c_uint32(e.next_serial),
+            ctypes.c_int32(e.next_serial),
             ctypes.c_uint64(e.seed),
             ctypes.byref(counters),
         )

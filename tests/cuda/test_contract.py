@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
 
 from device import module_over_device  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 TESTS = Path(__file__).parent.parent
 MODULES = [
@@ -26,6 +27,8 @@ MODULES = [
 ]
 # Long enough for every path: rows in slices, too.
 LONGEST = 70_003
+# Calls that each of the property tests makes up.
+EXAMPLES = 100
 
 NO_SUCH_ARRAY = "CuPy has no arrays like that"
 CPU_PROMISE = "promised of the CPU wing only"
@@ -105,7 +108,8 @@ def collect():
         loaded = load(f"test_{module}", {**over_device, "helpers": helpers})
         for name, test in vars(loaded).items():
             if name.startswith("test_") and name not in LEFT_OUT:
-                globals()[f"test_{module}_{name[5:]}"] = test
+                made_up = hasattr(test, "hypothesis")
+                globals()[f"test_{module}_{name[5:]}"] = settings(max_examples=EXAMPLES)(test) if made_up else test
             unused.discard(name)
     assert not unused, f"no such tests: {unused}"
 

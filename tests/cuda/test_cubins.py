@@ -1,27 +1,15 @@
 """What the compiler of the devices makes of every kernel that a launcher can ask for. No device is needed."""
 
-import os
-import re
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
 
-import nvidia  # noqa: E402
-from cupy.cuda import nvrtc  # noqa: E402
+from cubins import ARCHITECTURES, DISASSEMBLED, KERNELS  # noqa: E402
 
-from fastnorm._cuda import geometry, sources  # noqa: E402
+from fastnorm._cuda import geometry  # noqa: E402
 
-ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
-# Whose instructions are looked at one by one: the oldest, the one with most users, the newest.
-DISASSEMBLED = [75, 90, 120]
-TOOLS = [str(p) for root in nvidia.__path__ for p in Path(root).glob("*/bin")]
 # Registers of a multiprocessor; a thread gets them in eights.
 REGISTERS = 65536
-KERNELS = geometry.variants()
 # Packs of x, dy and dx (y) that a thread of the kernels over channels has at a time.
 CHANNEL_ACCESSES = {
     "channel_runs_sums": (4, 0),
@@ -35,63 +23,32 @@ CHANNEL_ACCESSES = {
 }
 
 
-def cubin_of(source, macros, architecture):
-    """As CuPy compiles it, flush-to-zero included."""
-    program = nvrtc.createProgram(sources.joined(source), source, (), ())
-    options = (*sources.options(**dict(macros)), f"-arch=sm_{architecture}", "-ftz=true")
-    try:
-        nvrtc.compileProgram(program, options)
-    except nvrtc.NVRTCError:
-        raise AssertionError(f"{source} {macros}: {nvrtc.getProgramLog(program)[:2000]}") from None
-    # CuPy takes the last byte for the end of a text.
-    return nvrtc.getCUBIN(program) + b"\0"
-
-
-def report_of(cubin, path, instructions):
-    """Resources by kernel, and the instructions of each if they are wanted."""
-    path.write_bytes(cubin)
-    environment = {**os.environ, "PATH": os.pathsep.join([*TOOLS, os.environ["PATH"]])}
-    command = ["cuobjdump", "-res-usage", *(["-sass"] if instructions else []), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    resources = {
-        name: dict(zip(("registers", "stack", "shared", "local"), map(int, numbers), strict=True))
-        for name, *numbers in re.findall(
-            r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", done.stdout
-        )
-    }
-    parts = re.split(r"\n\s+Function : (\w+)\n", done.stdout)
-    return resources, dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: f"sm_{a}")
-def reports(request, tmp_path_factory):
-    """(variant, resources, instructions) of all of them; no instructions for some architectures."""
-    folder = tmp_path_factory.mktemp("cubins")
-
-    def one(k):
-        source, macros = KERNELS[k]
-        cubin = cubin_of(source, macros, request.param)
-        return KERNELS[k], *report_of(cubin, folder / f"{k}.cubin", request.param in DISASSEMBLED)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(one, range(len(KERNELS))))
+def reports(request, cubin_reports):
+    return cubin_reports.of(request.param)
 
 
-def test_every_kernel_compiles_and_fits(reports):
-    assert 50 < len(reports) <= 100
+def count(instructions, *names):
+    """How many have one of these names, whatever comes after it."""
+    return sum(n for name, n in instructions.items() if any(f"{name}.".startswith(f"{wanted}.") for wanted in names))
+
+
+def test_every_kernel_compiles_and_fits(reports, request):
+    assert 50 < len(KERNELS) == len(reports) <= 100
+    disassembled = request.node.callspec.params["reports"] in DISASSEMBLED
     for (source, macros), resources, instructions in reports:
-        assert resources and (resources.keys() == instructions.keys() or not instructions)
+        assert resources and instructions.keys() == (resources.keys() if disassembled else set())
+        assert all(count(i, "EXIT") for i in instructions.values())
         for name, r in resources.items():
             note = (source, macros, name, r)
             assert r["stack"] == r["local"] == 0, note
-            assert not re.search(r"\b(LDL|STL)\b", instructions.get(name, "")), note
+            assert not count(instructions.get(name, {}), "LDL", "STL"), note
             threads = dict(macros).get("threads", 256)
             assert -(-r["registers"] // 8) * 8 * threads <= REGISTERS, note
             # All shared memory is dynamic; from sm_90 on the system keeps a kilobyte.
             assert r["shared"] in (0, 1024), note
             # No atomics: the sums have one order.
-            assert not re.search(r"\b(RED|ATOM|ATOMG|ATOMS)\b", instructions.get(name, "")), note
+            assert not count(instructions.get(name, {}), "RED", "REDG", "REDS", "ATOM", "ATOMG", "ATOMS"), note
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(reports):
@@ -99,8 +56,8 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(reports):
     assert not seen or seen > CHANNEL_ACCESSES.keys()
     for (source, macros), _, instructions in reports:
         packs = dict(macros).get("packs")
-        for name, text in instructions.items():
-            wide_reads, wide_writes = len(re.findall(r"\bLDG\.E\.128", text)), len(re.findall(r"\bSTG\.E\.128", text))
+        for name, counts in instructions.items():
+            wide_reads, wide_writes = count(counts, "LDG.E.128"), count(counts, "STG.E.128")
             if name in ("row_forward", "slice_forward_apply"):
                 assert wide_reads >= max(packs, 1) and wide_writes >= max(packs, 1), (source, macros, name)
             elif name == "row_backward":
