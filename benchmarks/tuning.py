@@ -145,8 +145,7 @@ def split():
 
 
 def stream():
-    """STREAM_BYTES: past the cache over into it; alone, and with somebody who copies or sums up the result next. Backward
-    streams from a quarter of it."""
+    """STREAM_BYTES: past the cache over into it; alone, and with somebody who copies or sums up the result next."""
     def rows():
         for mib in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64):
             shape = (mib << 8, 1024)

@@ -10,6 +10,9 @@ import fastnorm
 settings.register_profile("fastnorm", deadline=None, max_examples=300, derandomize=True, database=None)
 settings.load_profile("fastnorm")
 
+# Threads from small sizes on, so that most tests that ask for them get them.
+fastnorm._cpu.row_norm.constants(THREAD_MIN=1 << 14)
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes or gigabytes")

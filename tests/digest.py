@@ -10,6 +10,9 @@ from helpers import FLOATS, NORMS, bits, everything, gradients, name_of
 
 import fastnorm
 
+# As in conftest.py: threads from small sizes on.
+fastnorm._cpu.row_norm.constants(THREAD_MIN=1 << 14)
+
 # (shape, axis): many short rows, rows of some blocks, few rows long enough to be split over threads,
 # rows next to each other in memory, several axes.
 SHAPES = [

@@ -200,7 +200,7 @@ def channel_norm_backward(cnp.ndarray dy, cnp.ndarray x, int axis, weight, cnp.n
     open_view(&j.dy, channels_first(dy, axis), dy.ndim - 1)
     open_view(&j.dx, channels_first(dx, axis), dx.ndim - 1)
     # As in row_norm_backward.
-    j.stream = cnp.PyArray_NBYTES(dx) >= STREAM_BYTES // 4 and j.dx.data != j.x.data and j.dx.data != j.dy.data
+    j.stream = cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and j.dx.data != j.x.data and j.dx.data != j.dy.data
     if not training:
         j.dx.data = NULL
     try:

@@ -232,7 +232,7 @@ cdef object common_backward(object dy, object dh, object x, object mean, object 
     open_like_x(&j, &j.dy, data(dy))
     open_like_x(&j, &j.dx, cnp.PyArray_DATA(dx))
     # As in row_norm_backward.
-    j.stream = cnp.PyArray_NBYTES(dx) >= STREAM_BYTES // 4 and j.dx.data != j.x.data and j.dx.data != j.dy.data
+    j.stream = cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and j.dx.data != j.x.data and j.dx.data != j.dy.data
     if dh is not None:
         open_like_x(&j, &j.dh, data(dh))
         j.stream = j.stream and j.dx.data != j.dh.data

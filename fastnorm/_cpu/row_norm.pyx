@@ -59,27 +59,30 @@ cdef int storage_type(cnp.ndarray a) except -1:
 def stream_bytes(text):
     """FASTNORM_STREAM_BYTES as a number; empty means unset."""
     if not text:
-        return 32 << 20
+        return 8 << 20
     if not text.isdecimal():
         raise ImportError(f"FASTNORM_STREAM_BYTES={text!r}: expected a number of bytes")
     return int(text)
 
 
-# Values for each thread at least; for fewer, waking it costs more than it saves.
-cdef Py_ssize_t THREAD_MIN = 1 << 15
+# What decides about speed alone. benchmarks/tuning.py shows both sides of each decision, docs/benchmarks.md its figures.
+# Values for each thread at least. From twice as many on, two threads gain even where the second one has to be woken.
+cdef Py_ssize_t THREAD_MIN = 1 << 16
 # Values; between two such slices Ctrl-C is looked for: some ten milliseconds.
 cdef Py_ssize_t SLICE = 1 << 25
 # Values; the global lock is kept below: releasing it costs more than a tiny call may.
 cdef Py_ssize_t RELEASE_MIN = 1 << 12
 # Values; a row from here on may be split over threads.
 cdef Py_ssize_t SPLIT_MIN = 1 << 16
-# Bytes of output from which stores go past the cache, whatever cache size the machine reports.
+# Bytes of a result from which stores go past the cache, whatever cache size the machine reports: where whoever reads the
+# result next gains as well, or loses nothing.
 cdef Py_ssize_t STREAM_BYTES = stream_bytes(os.environ.get("FASTNORM_STREAM_BYTES"))
 # Rows that a kernel across rows needs next to each other to be worth it.
-cdef Py_ssize_t ADJACENT_MIN = 8
-# What such a kernel takes at once (TILE): cut into less, it would go over the same memory again and again.
+cdef Py_ssize_t ADJACENT_MIN = 16
+
+# What a kernel across rows takes at once (TILE): cut into less, it would go over the same memory again and again.
 cdef Py_ssize_t TILE_ROWS = 1024
-# dweight and dbias: rows in a chunk at least, chunks at most.
+# dweight and dbias: rows in a chunk at least, chunks at most. They decide about bits.
 cdef Py_ssize_t MIN_CHUNK = 64
 cdef Py_ssize_t MAX_CHUNKS = 64
 # A block of values as lanes.h has it, in bytes.
@@ -528,8 +531,7 @@ def row_norm_backward(cnp.ndarray dy, dh, cnp.ndarray x, int n_axes, weight, dou
         if dresidual is not None:
             open_view(&j.dresidual, dresidual, n_axes)
             j.alpha = alpha
-        # Three arrays instead of two, and far more room for prefetching: worth it from a quarter of the size.
-        j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES // 4 and not same_data(dx, x) and not same_data(dx, dy)
+        j.stream = (cnp.PyArray_NBYTES(dx) >= STREAM_BYTES and not same_data(dx, x) and not same_data(dx, dy)
                     and not same_data(dx, dh))
         run_backward(k, &j)
         if dweight is not None:
