@@ -116,8 +116,8 @@ def then(call, consumer):
 # ---------------------------------------------------------------------------------------------
 
 def threads():
-    """THREAD_MIN: two threads over one, with 64 columns, 1024 columns, in backward, in float16; after a pause of 5 ms, when
-    the second thread sleeps; nothing is split that has less than twice THREAD_MIN values."""
+    """THREAD_MIN: two threads over one, with 64 columns, 1024 columns, in backward, in float16; after a pause of 5 ms,
+    when the second thread sleeps. Nothing is split that has less than twice THREAD_MIN values."""
     def rows():
         for k in range(12, 21):
             size = 1 << k
@@ -127,8 +127,8 @@ def threads():
             one = [with_constants(row_norm, {"THREAD_MIN": NEVER}, with_threads(2, call)) for call in calls]
             yield (str(size), *(ratio(a, b) for a, b in zip(two, one, strict=True)), ratio(two[1], one[1], pause=5e-3))
 
-    table("threads: 2 threads / 1 thread", ["values", "64 columns", "1024 columns", "backward", "float16", "after a pause"],
-          rows())
+    table("threads: 2 threads / 1 thread",
+          ["values", "64 columns", "1024 columns", "backward", "float16", "after a pause"], rows())
 
 
 def split():
@@ -157,9 +157,8 @@ def stream():
                                        with_constants(row_norm, {"STREAM_BYTES": NEVER}, timed)))
             yield (f"{mib} MiB", *cells)
 
-    table("stream: stores past the cache / into it, one thread",
-          ["result", *(f"{op}{consumer}" for op in ("forward", "backward", "residual") for consumer in ("", ", copy", ", sum"))],
-          rows())
+    heads = (op + consumer for op in ("forward", "backward", "residual") for consumer in ("", ", copy", ", sum"))
+    table("stream: stores past the cache / into it, one thread", ["result", *heads], rows())
 
 
 def adjacent():
@@ -212,7 +211,8 @@ def levels():
     columns = []
     for level in fastnorm.show_config("dict")["isa_levels"]:
         environment = os.environ | {"FASTNORM_ISA": level, "FASTNORM_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", LEVEL_CODE], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-c", LEVEL_CODE], env=environment, capture_output=True, text=True,
+                              check=True)
         columns.append([float(line) for line in done.stdout.split()])
     names = [f"{shape} {op}" for shape in ("1x64", "32x768", "512x1024", "4096x4096")
              for op in ("f32", "f16", "f64", "back")]

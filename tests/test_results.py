@@ -91,7 +91,8 @@ def test_other_sizes_get_other_memory():
 
 
 def run(code, **environment):
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False)
+    environment = os.environ | environment
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -129,7 +130,7 @@ def test_a_limit_that_is_no_number_is_an_error_at_import(text):
 
 
 def test_an_empty_limit_is_the_default():
-    code, output = run("import fastnorm; from fastnorm._cpu import results; print(results.kept_now())", FASTNORM_KEEP_BYTES="")
+    code, output = run("from fastnorm._cpu import results; print(results.kept_now())", FASTNORM_KEEP_BYTES="")
     assert code == 0 and output == "0\n"
 
 

@@ -15,5 +15,5 @@ from fastnorm._cpu.row_norm import (
 )
 
 __all__ = ["address", "away", "channel_norm_backward", "channel_norm_forward", "copy", "empty", "fill",
-           "has_openmp", "is_read_only", "level", "levels", "max_openmp_threads", "may_share_memory", "row_norm_backward",
-           "row_norm_forward", "set_thread_policy", "xp"]
+           "has_openmp", "is_read_only", "level", "levels", "max_openmp_threads", "may_share_memory",
+           "row_norm_backward", "row_norm_forward", "set_thread_policy", "xp"]

@@ -5,8 +5,8 @@
 
 rms_norm (centered is false): mean = lo = c2 = 0. A gradient dh that arrives at x itself is added to dx, and
 alpha times the result is dresidual (residual forms). The saved mean is rounded; lo, the mean of
-x - mean, gives back what it lost. Two sweeps over a group of rows: the sums of each row, then dx
-of all of them column by column, so that dweight and dbias are loaded and stored once per group.
+x - mean, gives back what it lost. Two sweeps over a group of rows: the sums of each row, then dx of
+one after the other, step by step of columns, and what they add to dweight and dbias in between.
 
 dweight and dbias: a chunk of rows depends on the shape alone. In a chunk, the rows of a group are
 added in order in real, the groups in order in double (compensated where real is double); rows left
@@ -103,8 +103,8 @@ cdef inline in_real column_weight(const job* j) noexcept nogil:
 
 
 cdef enum:
-    # Buffers of one block of each row of a group: x, dy and dh by rows, then dx and dresidual.
-    GRADIENT_BUFFERS = 5 * GROUP
+    # Buffers of a block: x, dy and dh of each row of a group, then dx and dresidual of one.
+    GRADIENT_BUFFERS = 3 * GROUP + 2
 
 
 cdef inline void open_gradient_row(const job* j, Py_ssize_t r, block* buffers, gradient_row* row) noexcept nogil:
@@ -154,113 +154,138 @@ cdef inline void add_gradients(double* sums, Py_ssize_t partial_cols, vec a, Py_
         vec_add_wide_part(sums, partial_cols, a, n)
 
 
-# Where the columns of a step are, for each row of a group; IN x, dy and, unless NULL, dh, OUT dx and dresidual.
+# The sums of dweight and dbias over the rows of a group, for one step of columns, with room for a register after them.
+cdef struct group_sums:
+    real[BLOCK + LANES] dweight
+    real[BLOCK + LANES] dbias
+
+
+# Where the columns of a step are: IN x, dy and, unless NULL, dh, OUT dx and, unless NULL, dresidual.
 cdef struct gradient_columns:
-    const char* x[GROUP]
-    const char* dy[GROUP]
-    const char* dh[GROUP]
-    char* dx[GROUP]
-    char* dresidual[GROUP]
-    const char* ahead[3 * GROUP]   # what the next group will read
-    int n_ahead
-    real alpha
+    const char* x
+    const char* dy
+    const char* dh
+    char* dx
+    char* dresidual
+    # What a later row will read there, or NULL.
+    const char* x_ahead
+    const char* dy_ahead
+    const char* dh_ahead
     bint stream, stream_residual   # dx and dresidual past the cache
+    real alpha
     bint by_row            # dx is to be multiplied by the weight of its row
-    # Of the columns.
-    const real* weight
-    double* dweight
-    double* dbias
-    Py_ssize_t partial_cols
+    bint more              # there is more to do than what every call has: by_row, dh or dresidual
+    const real* weight     # of the columns, or NULL
+    group_sums* sums       # or NULL
+    bint first             # the sums start with this row
 
 
-cdef enum:
-    # Values of one cache line of dx, then of dresidual, of each row of a group.
-    LINES = 2 * GROUP * 16
+cdef inline void add_to(real* sums, Py_ssize_t i, Py_ssize_t n, vec a, bint first) noexcept nogil:
+    """sums[i:i+n] = a, or += a unless first. No others: what stands there for columns that do not exist may be NaN."""
+    if not first:
+        a = vec_add(vec_load_part_as(<const char*>sums, i, VEC_LANES, a, ST_REAL), a)
+    vec_store_part_as(<char*>sums, i, n, a, ST_REAL)
 
 
-cdef inline void apply_gradient_vec(const gradient_columns* at, const gradient_row* rows, Py_ssize_t i, Py_ssize_t n,
-                                    bint centered, real* lines, int type, int n_rows) noexcept nogil:
-    """n columns from i on, at most a register: dx of a group of rows, their part of dweight and dbias. lines: where dx and
-    dresidual are put that are to be stored past the cache, or NULL."""
+cdef inline void store_result(char* p, Py_ssize_t i, Py_ssize_t n, vec a, bint stream, int type) noexcept nogil:
+    if stream:
+        vec_stream_as(p, i, a, type)
+    else:
+        vec_store_part_as(p, i, n, a, type)
+
+
+# What stands in registers while the columns of a row are gone over.
+cdef struct gradient_constants:
+    vec hi, lo, rstd, c1, c2, weight, alpha
+
+
+cdef inline gradient_constants constants_of(const gradient_columns* at, const gradient_row* row) noexcept nogil:
+    cdef gradient_constants a
+    a.hi = vec_fill(row.hi)
+    a.lo = vec_fill(row.lo)
+    a.rstd = vec_fill(row.rstd)
+    a.c1 = vec_fill(row.c1)
+    a.c2 = vec_fill(row.c2)
+    a.weight = vec_fill(row.weight if at.by_row else 1)
+    a.alpha = vec_fill(at.alpha)
+    return a
+
+
+cdef inline void apply_gradient_vec(const gradient_columns* at, const gradient_constants* row, Py_ssize_t i, Py_ssize_t n,
+                                    bint plain, bint first, bint centered, bint stream, bint stream_residual, int type) noexcept nogil:
+    """n columns from i on, at most a register: dx, and the part of the row in dweight and dbias. plain: with weight and these
+    sums, and no more than that."""
+    cdef bint weighted = plain or at.weight != NULL, more = not plain and at.more
     cdef vec zero = vec_fill(0)
-    cdef vec wl = vec_load_part_as(<const char*>at.weight, i, n, zero, ST_REAL) if at.weight != NULL else zero
-    cdef vec dw = zero, db = zero
-    cdef vec g, d, product
-    cdef vec[GROUP] t
-    cdef int k
-    # All loads before all stores: rows a multiple of 4 KiB apart look alike to the processor, which
-    # would hold a load back until the store before it is done.
-    for k in range(n_rows):
-        g = vec_load_part_as(at.dy[k], i, n, zero, type)
-        d = vec_load_part_as(at.x[k], i, n, vec_fill(rows[k].hi), type)
+    cdef vec wl = vec_load_part_as(<const char*>at.weight, i, n, zero, ST_REAL) if weighted else zero
+    cdef vec g = vec_load_part_as(at.dy, i, n, zero, type)
+    cdef vec d = vec_load_part_as(at.x, i, n, row.hi, type)
+    cdef vec t
+    if centered:
+        d = vec_sub(vec_sub(d, row.hi), row.lo)
+    t = dx_vec(d, g, wl, row.rstd, row.c1, row.c2, centered, weighted)
+    if more:
+        if at.by_row:
+            t = vec_mul(t, row.weight)
+        if at.dh != NULL:
+            t = vec_add(t, vec_load_part_as(at.dh, i, n, zero, type))
+    store_result(at.dx, i, n, t, stream, type)
+    if more and at.dresidual != NULL:
+        store_result(at.dresidual, i, n, vec_mul(t, row.alpha), stream_residual, type)
+    if plain or at.sums != NULL:
+        add_to(at.sums.dweight, i, n, vec_mul(g, vec_mul(d, row.rstd)), first)
         if centered:
-            d = vec_sub(vec_sub(d, vec_fill(rows[k].hi)), vec_fill(rows[k].lo))
-        product = vec_mul(g, vec_mul(d, vec_fill(rows[k].rstd)))
-        dw = vec_add(dw, product) if k > 0 else product
-        t[k] = dx_vec(d, g, wl, vec_fill(rows[k].rstd), vec_fill(rows[k].c1), vec_fill(rows[k].c2), centered,
-                      at.weight != NULL)
-        if centered:
-            db = vec_add(db, g) if k > 0 else g
-    if at.by_row:
-        for k in range(n_rows):
-            t[k] = vec_mul(t[k], vec_fill(rows[k].weight))
-    if at.dh[0] != NULL:
-        for k in range(n_rows):
-            t[k] = vec_add(t[k], vec_load_part_as(at.dh[k], i, n, zero, type))
-    for k in range(n_rows):
-        if lines != NULL:
-            vec_store(lines + k * LANES, t[k])
-        else:
-            vec_store_part_as(at.dx[k], i, n, t[k], type)
-    if at.dresidual[0] != NULL:
-        for k in range(n_rows):
-            t[k] = vec_mul(t[k], vec_fill(at.alpha))
-            if lines != NULL and at.stream_residual:
-                vec_store(lines + (GROUP + k) * LANES, t[k])
-            else:
-                vec_store_part_as(at.dresidual[k], i, n, t[k], type)
-    if at.dweight != NULL:
-        add_gradients(at.dweight + i, at.partial_cols, dw, n)
-        if centered:
-            add_gradients(at.dbias + i, at.partial_cols, db, n)
+            add_to(at.sums.dbias, i, n, g, first)
 
 
-cdef void apply_gradient_part(const gradient_columns* at, const gradient_row* rows, Py_ssize_t i, Py_ssize_t end,
-                              bint centered, int type, int n_rows) noexcept nogil:
-    """Columns i to end at the ends of a block, less than a lane group. Flags at run time, to have it once."""
+cdef void apply_gradient_part(const gradient_columns* at, const gradient_row* row, Py_ssize_t i, Py_ssize_t end,
+                              bint centered, int type) noexcept nogil:
+    """Columns i to end at the ends of a block, less than a cache line. Flags at run time, to have it once."""
+    cdef gradient_constants constants = constants_of(at, row)
     while i < end:
-        apply_gradient_vec(at, rows, i, min(end - i, <Py_ssize_t>VEC_LANES), centered, NULL, type, n_rows)
+        apply_gradient_vec(at, &constants, i, min(end - i, <Py_ssize_t>VEC_LANES), False, at.first, centered, False,
+                           False, type)
         i += VEC_LANES
 
 
-cdef inline void apply_gradient(const gradient_columns* at, const gradient_row* rows, Py_ssize_t n, bint centered, int type,
-                                int n_rows) noexcept nogil:
-    """dx of n columns of a group of rows, their part of dweight and dbias."""
-    cdef real[LINES] lines
-    cdef Py_ssize_t i = 0
+cdef inline void apply_gradient(const gradient_columns* columns, const gradient_row* row, Py_ssize_t n, bint centered,
+                                int type) noexcept nogil:
+    """dx of n columns of a row, and its part of dweight and dbias."""
+    # Copies that nobody has an address of, or each store might have changed them.
+    cdef gradient_columns at = columns[0]
+    cdef gradient_constants constants = constants_of(&at, row)
+    cdef Py_ssize_t i = 0, ahead
     cdef int k
     if at.stream:
-        # Whole cache lines only; all rows start at the same place inside one.
-        i = min(n, values_to_line(at.dx[0], type))
-        apply_gradient_part(at, rows, 0, i, centered, type, n_rows)
+        # Whole cache lines only.
+        i = min(n, values_to_line(at.dx, type))
+        apply_gradient_part(columns, row, 0, i, centered, type)
         while i + LANES <= n:
-            for k in range(at.n_ahead):
-                prefetch(at.ahead[k] + i * SIZE_OF(type))
+            if at.x_ahead != NULL:
+                ahead = i * SIZE_OF(type)
+                prefetch(at.x_ahead + ahead)
+                prefetch(at.dy_ahead + ahead)
+                if at.dh_ahead != NULL:
+                    prefetch(at.dh_ahead + ahead)
             for k in range(N_VECS):
-                apply_gradient_vec(at, rows, i + k * <Py_ssize_t>VEC_LANES, VEC_LANES, centered, lines + k * <Py_ssize_t>VEC_LANES,
-                                   type, n_rows)
-            # A line at once: half lines of several rows by turns would each go to memory by themselves.
-            for k in range(n_rows):
-                lanes_stream_as(at.dx[k], i, lanes_load(lines + k * LANES), type)
-            if at.stream_residual:
-                for k in range(n_rows):
-                    lanes_stream_as(at.dresidual[k], i, lanes_load(lines + (GROUP + k) * LANES), type)
+                apply_gradient_vec(&at, &constants, i + k * <Py_ssize_t>VEC_LANES, VEC_LANES, False, at.first, centered, True,
+                                   at.stream_residual, type)
             i += LANES
+    # What is common: flags as literals, without the branches.
+    if at.weight != NULL and at.sums != NULL and not at.more:
+        if at.first:
+            while i + VEC_LANES <= n:
+                apply_gradient_vec(&at, &constants, i, VEC_LANES, True, True, centered, False, False, type)
+                i += VEC_LANES
+        else:
+            while i + VEC_LANES <= n:
+                apply_gradient_vec(&at, &constants, i, VEC_LANES, True, False, centered, False, False, type)
+                i += VEC_LANES
     while i + VEC_LANES <= n:
-        apply_gradient_vec(at, rows, i, VEC_LANES, centered, NULL, type, n_rows)
+        apply_gradient_vec(&at, &constants, i, VEC_LANES, False, at.first, centered, False, False, type)
         i += VEC_LANES
     if i < n:
-        apply_gradient_part(at, rows, i, n, centered, type, n_rows)
+        apply_gradient_part(columns, row, i, n, centered, type)
 
 
 cdef inline Py_ssize_t gradient_span(const job* j, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
@@ -276,64 +301,74 @@ cdef inline char* place(const view* v, char* row, Py_ssize_t c0, bint is_in_plac
     return row + offset(v.col_ndim, v.col_shape, v.col_strides, c0) if is_in_place else <char*>buffer
 
 
-cdef inline bint on_lines(const out_bytes* p, int n_rows, const char* first, int type) noexcept nogil:
-    """Whether all rows lie in their cache lines as the first one does, and can be stored past the cache."""
-    cdef int k
-    for k in range(n_rows):
-        if (<size_t>p[k] - <size_t>first) % 64 != 0 or <size_t>p[k] % SIZE_OF(type) != 0:
-            return False
-    return True
+cdef inline bint on_lines(const char* p, const char* first, int type) noexcept nogil:
+    """Whether p lies in its cache line as the first result does, and can be stored past the cache."""
+    return (<size_t>p - <size_t>first) % 64 == 0 and <size_t>p % SIZE_OF(type) == 0
+
+
+cdef inline void row_apply_gradient(const job* j, gradient_row* row, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t n, group_sums* sums,
+                                    bint first, block* buffers, bint centered, int type) noexcept nogil:
+    """n columns from c0 on, a step, of row r; first: of a group. buffers: one for dx, one for dresidual."""
+    cdef in_real w = column_weight(j)
+    cdef gradient_columns at
+    cdef bint dx_in_place = type != ST_REAL or block_in_place(&j.dx, c0, n)
+    cdef bint dresidual_in_place = j.dresidual.data != NULL and (type != ST_REAL or block_in_place(&j.dresidual, c0, n))
+    cdef Py_ssize_t start = c0 * SIZE_OF(type)
+    at.alpha = <real>j.alpha
+    at.by_row = j.by_row and j.weight != NULL
+    at.weight = w + c0 if w != NULL else NULL
+    at.sums = sums
+    at.first = first
+    at.more = at.by_row or j.dh.data != NULL or j.dresidual.data != NULL
+    at.x = load_block(&row.x, c0, n, False, type)
+    at.dy = load_block(&row.dy, c0, n, False, type)
+    at.dh = load_block(&row.dh, c0, n, False, type) if j.dh.data != NULL else NULL
+    at.dx = place(&j.dx, row.dx, c0, dx_in_place, buffers[0].v)
+    at.dresidual = NULL
+    if j.dresidual.data != NULL:
+        at.dresidual = place(&j.dresidual, row.dresidual, c0, dresidual_in_place, buffers[1].v)
+    at.stream = j.stream and dx_in_place and on_lines(at.dx, at.dx, type)
+    at.stream_residual = at.stream and dresidual_in_place and on_lines(at.dresidual, at.dx, type)
+    at.x_ahead = at.dy_ahead = at.dh_ahead = NULL
+    if at.stream and in_place(&j.x, type) and in_place(&j.dy, type) and r + GROUP < j.n_rows:
+        # What the next group will read: stores past the cache leave the memory bus idle otherwise.
+        at.x_ahead = row_start(&j.x, r + GROUP) + start
+        at.dy_ahead = row_start(&j.dy, r + GROUP) + start
+        if j.dh.data != NULL and in_place(&j.dh, type):
+            at.dh_ahead = row_start(&j.dh, r + GROUP) + start
+    apply_gradient(&at, row, n, centered, type)
+    if not dx_in_place:
+        store_columns(&j.dx, row.dx, c0, n, <real*>at.dx, j.stream)
+    if j.dresidual.data != NULL and not dresidual_in_place:
+        store_columns(&j.dresidual, row.dresidual, c0, n, <real*>at.dresidual, j.stream)
+
+
+cdef void close_sums(const job* j, const group_sums* sums, Py_ssize_t n, double* dweight, double* dbias,
+                     bint centered) noexcept nogil:
+    """Add n sums of a group to those of its chunk."""
+    cdef vec zero = vec_fill(0)
+    cdef Py_ssize_t i = 0, part
+    while i < n:
+        part = min(n - i, <Py_ssize_t>VEC_LANES)
+        add_gradients(dweight + i, j.partial_cols, vec_load_part_as(<const char*>sums.dweight, i, VEC_LANES, zero, ST_REAL), part)
+        if centered:
+            add_gradients(dbias + i, j.partial_cols, vec_load_part_as(<const char*>sums.dbias, i, VEC_LANES, zero, ST_REAL), part)
+        i += VEC_LANES
 
 
 cdef inline void group_apply(const job* j, gradient_row* rows, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1, double* dweight,
                              double* dbias, block* buffers, bint centered, int type, int n_rows) noexcept nogil:
-    """Columns c0 (the start of a block) to c1 of the group of rows that starts at r. buffers: one for each row."""
-    cdef in_real w = column_weight(j)
-    cdef block* dx_buffers = buffers
-    cdef block* dresidual_buffers = buffers + GROUP
-    cdef gradient_columns at
+    """Columns c0 (the start of a block) to c1 of the group of rows that starts at r."""
+    cdef group_sums sums
+    cdef group_sums* wanted = &sums if dweight != NULL else NULL
     cdef Py_ssize_t n
     cdef int k
-    cdef bint dx_in_place, dresidual_in_place = False
-    cdef bint fetch = j.stream and in_place(&j.x, type) and in_place(&j.dy, type) and r + 2 * n_rows <= j.n_rows
-    cdef bint fetch_dh = fetch and j.dh.data != NULL and in_place(&j.dh, type)
-    at.alpha = <real>j.alpha
-    at.by_row = j.by_row and j.weight != NULL
-    at.partial_cols = j.partial_cols
-    at.dh[0] = NULL
-    at.dresidual[0] = NULL
     while c0 < c1:
         n = gradient_span(j, c0, c1)
-        dx_in_place = type != ST_REAL or block_in_place(&j.dx, c0, n)
         for k in range(n_rows):
-            at.x[k] = load_block(&rows[k].x, c0, n, False, type)
-            at.dy[k] = load_block(&rows[k].dy, c0, n, False, type)
-            at.dx[k] = place(&j.dx, rows[k].dx, c0, dx_in_place, dx_buffers[k].v)
-            if j.dh.data != NULL:
-                at.dh[k] = load_block(&rows[k].dh, c0, n, False, type)
-        if j.dresidual.data != NULL:
-            dresidual_in_place = type != ST_REAL or block_in_place(&j.dresidual, c0, n)
-            for k in range(n_rows):
-                at.dresidual[k] = place(&j.dresidual, rows[k].dresidual, c0, dresidual_in_place, dresidual_buffers[k].v)
-        at.stream = j.stream and dx_in_place and on_lines(at.dx, n_rows, at.dx[0], type)
-        at.stream_residual = at.stream and dresidual_in_place and on_lines(at.dresidual, n_rows, at.dx[0], type)
-        at.n_ahead = 0
-        if fetch:
-            for k in range(n_rows):
-                at.ahead[2 * k] = row_start(&j.x, r + n_rows + k) + c0 * SIZE_OF(type)
-                at.ahead[2 * k + 1] = row_start(&j.dy, r + n_rows + k) + c0 * SIZE_OF(type)
-                if fetch_dh:
-                    at.ahead[2 * n_rows + k] = row_start(&j.dh, r + n_rows + k) + c0 * SIZE_OF(type)
-            at.n_ahead = (3 if fetch_dh else 2) * n_rows
-        at.weight = w + c0 if w != NULL else NULL
-        at.dweight = dweight + c0 if dweight != NULL else NULL
-        at.dbias = dbias + c0 if dbias != NULL else NULL
-        apply_gradient(&at, rows, n, centered, type, n_rows)
-        for k in range(n_rows):
-            if not dx_in_place:
-                store_columns(&j.dx, rows[k].dx, c0, n, <real*>at.dx[k], j.stream)
-            if j.dresidual.data != NULL and not dresidual_in_place:
-                store_columns(&j.dresidual, rows[k].dresidual, c0, n, <real*>at.dresidual[k], j.stream)
+            row_apply_gradient(j, &rows[k], r + k, c0, n, wanted, k == 0, buffers, centered, type)
+        if wanted != NULL:
+            close_sums(j, wanted, n, dweight + c0, dbias + c0 if centered else NULL, centered)
         c0 += n
 
 
@@ -343,27 +378,36 @@ cdef inline double* chunk_partial(const job* j, double* partials, Py_ssize_t chu
     return partials + chunk * j.partial_cols * (2 if sizeof(real) == 8 else 1)
 
 
-cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, int type, block* buffers) noexcept nogil:
+cdef inline void group_backward(const job* j, Py_ssize_t r, double* dweight, double* dbias, block* buffers, bint centered,
+                                int type, int n_rows) noexcept nogil:
+    """The group of rows that starts at r."""
     cdef gradient_row[GROUP] rows
+    cdef group_sums sums
+    cdef group_sums* wanted = &sums if dweight != NULL else NULL
+    # A row of one step is still in the first cache after its sums.
+    cdef bint at_once = j.dx.data != NULL and gradient_span(j, 0, j.n_cols) == j.n_cols
+    cdef int k
+    for k in range(n_rows):
+        open_gradient_row(j, r + k, buffers + 3 * k, &rows[k])
+        row_gradient_sums(j, r + k, &rows[k], centered, type)
+        if at_once:
+            row_apply_gradient(j, &rows[k], r + k, 0, j.n_cols, wanted, k == 0, buffers + 3 * GROUP, centered, type)
+    if at_once and wanted != NULL:
+        close_sums(j, wanted, j.n_cols, dweight, dbias, centered)
+    elif not at_once and j.dx.data != NULL:
+        group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 3 * GROUP, centered, type, n_rows)
+
+
+cdef inline void chunk_backward(const job* j, Py_ssize_t chunk, bint centered, int type, block* buffers) noexcept nogil:
     cdef double* dweight = chunk_partial(j, j.dweight_partial, chunk)
     cdef double* dbias = chunk_partial(j, j.dbias_partial, chunk)
     cdef Py_ssize_t r = chunk * j.rows_per_chunk
     cdef Py_ssize_t end = min(r + j.rows_per_chunk, j.n_rows)
-    cdef int k
+    cdef int n_rows
     while r < end:
-        if r + GROUP <= end:
-            for k in range(GROUP):
-                open_gradient_row(j, r + k, buffers + 3 * k, &rows[k])
-                row_gradient_sums(j, r + k, &rows[k], centered, type)
-            if j.dx.data != NULL:
-                group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 3 * GROUP, centered, type, GROUP)
-            r += GROUP
-        else:
-            open_gradient_row(j, r, buffers, &rows[0])
-            row_gradient_sums(j, r, &rows[0], centered, type)
-            if j.dx.data != NULL:
-                group_apply(j, rows, r, 0, j.n_cols, dweight, dbias, buffers + 3 * GROUP, centered, type, 1)
-            r += 1
+        n_rows = GROUP if r + GROUP <= end else 1
+        group_backward(j, r, dweight, dbias, buffers, centered, type, n_rows)
+        r += n_rows
 
 
 cdef inline int gradient_type(const job* j) noexcept nogil:
@@ -448,23 +492,18 @@ cdef void piece_gradient_apply(const job* j, Py_ssize_t c0, Py_ssize_t c1, const
     cdef double* dweight
     cdef double* dbias
     cdef Py_ssize_t r = 0, end = 0, chunk = 0
-    cdef int k
+    cdef int k, n_rows
     while r < j.n_rows:
         dweight = chunk_partial(j, j.dweight_partial, chunk)
         dbias = chunk_partial(j, j.dbias_partial, chunk)
         chunk += 1
         end = min(end + j.rows_per_chunk, j.n_rows)
         while r < end:
-            if r + GROUP <= end:
-                for k in range(GROUP):
-                    open_gradient_row(j, r + k, buffers + 3 * k, &rows[k])
-                    restore(st + r + k, &rows[k])
-                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 3 * GROUP, j.centered, ST_REAL, GROUP)
-                r += GROUP
-            else:
-                open_gradient_row(j, r, buffers, &rows[0])
-                restore(st + r, &rows[0])
-                group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 3 * GROUP, j.centered, ST_REAL, 1)
-                r += 1
+            n_rows = GROUP if r + GROUP <= end else 1
+            for k in range(n_rows):
+                open_gradient_row(j, r + k, buffers + 3 * k, &rows[k])
+                restore(st + r + k, &rows[k])
+            group_apply(j, rows, r, c0, c1, dweight, dbias, buffers + 3 * GROUP, j.centered, ST_REAL, n_rows)
+            r += n_rows
     if j.stream:
         stream_fence()

@@ -73,6 +73,7 @@ cdef extern from "storage.h" nogil:
     void lanes_stream_as(char* p, Py_ssize_t i, lanes a, int type)
     vec vec_load_part_as(const char* p, Py_ssize_t i, Py_ssize_t n, vec fill, int type)
     void vec_store_part_as(char* p, Py_ssize_t i, Py_ssize_t n, vec a, int type)
+    void vec_stream_as(char* p, Py_ssize_t i, vec a, int type)
     Py_ssize_t values_to_line(const char* p, int type)
     void load_run(const char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, real* out)
     void store_run(char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, const real* a)

@@ -446,6 +446,22 @@ INLINE void vec_store_part_as(char *p, ptrdiff_t i, ptrdiff_t n, vec a, int type
 #endif
 }
 
+/* Past the cache. The address is a multiple of what is stored. */
+INLINE void vec_stream_as(char *p, ptrdiff_t i, vec a, int type) {
+    if (type == ST_REAL) { vec_stream((real *)p + i, a); return; }
+#if defined(__AVX__)
+    vec_half t = bits16_of_vec(a, type);
+  #if defined(__AVX512F__)
+    _mm256_stream_si256((__m256i *)(p + i * 2), (__m256i)t);
+  #else
+    _mm_stream_si128((__m128i *)(p + i * 2), (__m128i)t);
+  #endif
+#else
+    /* Eight bytes at a time are not worth it. */
+    vec_store_part_as(p, i, VEC_LANES, a, type);
+#endif
+}
+
 /* Values up to the next whole cache line. */
 INLINE ptrdiff_t values_to_line(const char *p, int type) {
     return (-(intptr_t)p & 63) / SIZE_OF(type);
