@@ -286,6 +286,12 @@ INLINE vec_half bits16_of_vec(vec a, int type) {
     __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q);
     r = (vec_bits)_mm512_mask_or_epi32((__m512i)r, is_nan, (__m512i)b, _mm512_set1_epi32(0x400000));
     return (vec_half)_mm512_castsi512_si256(_mm512_permutexvar_epi16(gather, (__m512i)r));
+#elif defined(__AVX2__)
+    /* The same; the compiler's own narrowing takes the values out one by one. */
+    __m256i quiet = _mm256_or_si256(_mm256_srli_epi32((__m256i)b, 16), _mm256_set1_epi32(0x40));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps((__m256)a, (__m256)a, _CMP_UNORD_Q));
+    __m256i t = _mm256_blendv_epi8(_mm256_srli_epi32((__m256i)r, 16), quiet, is_nan);
+    return (vec_half)_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(t, t), 0x08));
 #else
     r >>= 16;
     vec_bits nan = (vec_bits)((vec_int)(b & 0x7fffffff) > (255 << 23));
@@ -375,24 +381,6 @@ INLINE void lanes_store_as(char *p, ptrdiff_t i, lanes a, int type) {
 #endif
 }
 
-/* Past the cache. The address is a multiple of the size of a lane group as it is stored. */
-INLINE void lanes_stream_as(char *p, ptrdiff_t i, lanes a, int type) {
-    p += i * SIZE_OF(type);
-    if (type == ST_REAL) { lanes_stream((real *)p, a); return; }
-#if defined(__SSE2__)
-    char t[32] __attribute__((aligned(32)));
-    lanes_store_as(t, 0, a, type);
-  #if defined(__AVX__)
-    _mm256_stream_si256((__m256i *)p, _mm256_load_si256((const __m256i *)t));
-  #else
-    UNROLLED for (int k = 0; k < 2; k++)
-        _mm_stream_si128((__m128i *)p + k, _mm_load_si128((const __m128i *)t + k));
-  #endif
-#else
-    lanes_store_as(p, 0, a, type);
-#endif
-}
-
 APART lanes lanes_load_tail_as(const char *p, ptrdiff_t n, lanes fill, int type) {
     if (type == ST_REAL) return lanes_load_tail((const real *)p, n, fill);
     real t[LANES];
@@ -449,6 +437,10 @@ INLINE void vec_store_part_as(char *p, ptrdiff_t i, ptrdiff_t n, vec a, int type
 /* Past the cache. The address is a multiple of what is stored. */
 INLINE void vec_stream_as(char *p, ptrdiff_t i, vec a, int type) {
     if (type == ST_REAL) { vec_stream((real *)p + i, a); return; }
+#if defined(__AVX__) && !defined(__AVX512F__)
+    /* Measured: bfloat16, which takes more instructions to convert, loses by it with AVX2. */
+    if (type == ST_BFLOAT16) { vec_store_part_as(p, i, VEC_LANES, a, type); return; }
+#endif
 #if defined(__AVX__)
     vec_half t = bits16_of_vec(a, type);
   #if defined(__AVX512F__)
@@ -460,6 +452,11 @@ INLINE void vec_stream_as(char *p, ptrdiff_t i, vec a, int type) {
     /* Eight bytes at a time are not worth it. */
     vec_store_part_as(p, i, VEC_LANES, a, type);
 #endif
+}
+
+/* The same for a lane group: register by register, since one load of what two stores have just left would have to wait. */
+INLINE void lanes_stream_as(char *p, ptrdiff_t i, lanes a, int type) {
+    UNROLLED for (int k = 0; k < N_VECS; k++) vec_stream_as(p, i + k * (ptrdiff_t)VEC_LANES, a.v[k], type);
 }
 
 /* Values up to the next whole cache line. */
