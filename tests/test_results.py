@@ -129,6 +129,11 @@ def test_a_limit_that_is_no_number_is_an_error_at_import(text):
     assert code != 0 and "FASTNORM_KEEP_BYTES" in output and "expected a number of bytes" in output
 
 
+def test_a_limit_beyond_all_memory_is_none():
+    code, output = run("import fastnorm", FASTNORM_KEEP_BYTES="9" * 30, FASTNORM_STREAM_BYTES="9" * 30)
+    assert code == 0, output
+
+
 def test_an_empty_limit_is_the_default():
     code, output = run("from fastnorm._cpu import results; print(results.kept_now())", FASTNORM_KEEP_BYTES="")
     assert code == 0 and output == "0\n"

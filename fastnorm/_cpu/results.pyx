@@ -28,13 +28,14 @@ cdef extern from "numpy/arrayobject.h":
 cdef Py_ssize_t KEPT_MIN = 1 << 25
 
 
-def kept_limit(text):
-    """FASTNORM_KEEP_BYTES as a number; empty means unset."""
+def bytes_from_environment(name, default):
+    """An environment variable as a number; empty means unset. No address space has more than fit."""
+    text = os.environ.get(name)
     if not text:
-        return 256 << 20
+        return default
     if not text.isdecimal():
-        raise ImportError(f"FASTNORM_KEEP_BYTES={text!r}: expected a number of bytes")
-    return int(text)
+        raise ImportError(f"{name}={text!r}: expected a number of bytes")
+    return min(int(text), 1 << 62)
 
 
 cdef cnp.PyDataMem_Handler handler
@@ -47,7 +48,7 @@ handler.allocator.realloc = kept_realloc
 handler.allocator.free = kept_free
 cdef object capsule = PyCapsule_New(&handler, "mem_handler", NULL)
 
-cdef size_t limit = kept_limit(os.environ.get("FASTNORM_KEEP_BYTES"))
+cdef size_t limit = bytes_from_environment("FASTNORM_KEEP_BYTES", 256 << 20)
 keep_at_most(limit)
 cdef bint keeps = CAN_KEEP and limit > 0
 

@@ -9,9 +9,9 @@ cimport numpy as cnp
 from fastnorm._cpu.kernels cimport job, kernels, parts_kernel, row_statistics, view
 from fastnorm._cpu.isa cimport float32_kernels, float64_kernels
 
-import os
-
 import numpy as np
+
+from fastnorm._cpu.results import bytes_from_environment
 
 cnp.import_array()
 
@@ -55,17 +55,7 @@ cdef int storage_type(cnp.ndarray a) except -1:
     return ST_BFLOAT16
 
 
-
-def stream_bytes(text):
-    """FASTNORM_STREAM_BYTES as a number; empty means unset."""
-    if not text:
-        return 8 << 20
-    if not text.isdecimal():
-        raise ImportError(f"FASTNORM_STREAM_BYTES={text!r}: expected a number of bytes")
-    return int(text)
-
-
-# What decides about speed alone. benchmarks/tuning.py shows both sides of each decision, docs/benchmarks.md its figures.
+# What decides about speed alone. benchmarks/tuning.py shows both sides of each decision, docs/architecture.md has figures.
 # Values for each thread at least. From twice as many on, two threads gain even where the second one has to be woken.
 cdef Py_ssize_t THREAD_MIN = 1 << 16
 # Values; between two such slices Ctrl-C is looked for: some ten milliseconds.
@@ -76,7 +66,7 @@ cdef Py_ssize_t RELEASE_MIN = 1 << 12
 cdef Py_ssize_t SPLIT_MIN = 1 << 16
 # Bytes of a result from which stores go past the cache, whatever cache size the machine reports: where whoever reads the
 # result next gains as well, or loses nothing.
-cdef Py_ssize_t STREAM_BYTES = stream_bytes(os.environ.get("FASTNORM_STREAM_BYTES"))
+cdef Py_ssize_t STREAM_BYTES = bytes_from_environment("FASTNORM_STREAM_BYTES", 8 << 20)
 # Rows that a kernel across rows needs next to each other to be worth it.
 cdef Py_ssize_t ADJACENT_MIN = 16
 

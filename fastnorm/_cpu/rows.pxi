@@ -10,8 +10,6 @@ from fastnorm._cpu.kernels cimport view, job, row_statistics, kernels
 cdef extern from "lanes.h" nogil:
     ctypedef double real
     ctypedef const real* in_real "const real*"
-    ctypedef const char* in_bytes "const char*"
-    ctypedef char* out_bytes "char*"
     ctypedef struct lanes:
         pass
     ctypedef struct vec:
