@@ -117,10 +117,10 @@ cdef inline void tile_gradient_column(const real* x, const real* dy, const real*
     cdef vec d, g, t
     cdef Py_ssize_t i = 0, part
     while i < n:
-        part = min(n - i, <Py_ssize_t>VEC_LANES)
+        part = min(n - i, VEC_LANES)
         if stream and values_to_line(<char*>(dx + i), ST_REAL) % VEC_LANES != 0:
             # Past the cache in whole registers only; dx may start inside one.
-            part = min(part, values_to_line(<char*>(dx + i), ST_REAL) % <Py_ssize_t>VEC_LANES)
+            part = min(part, values_to_line(<char*>(dx + i), ST_REAL) % VEC_LANES)
         d = vec_load_part_as(<const char*>x, i, part, zero, ST_REAL)
         if centered:
             d = vec_sub(vec_sub(d, vec_at(w.hi, i)), vec_at(w.lo, i))

@@ -51,6 +51,7 @@ enum {
   typedef real real_anywhere __attribute__((aligned(1), may_alias));
   #define VEC_FILL(a) ((vec){0} + (a))
   #define UNROLLED _Pragma("GCC unroll 16")
+  #define NOT_UNROLLED _Pragma("GCC unroll 1")
   #define INLINE static inline __attribute__((always_inline))
   /* Kept out of the hot loops: what happens once a row at most. */
   #define APART static __attribute__((noinline, unused))
@@ -61,11 +62,12 @@ enum {
   typedef real real_anywhere;
   #define VEC_FILL(a) (a)
   #define UNROLLED
+  #define NOT_UNROLLED
   #define INLINE static inline
   #define APART static
 #endif
 #define N_VECS (64 / VEC_BYTES)
-#define VEC_LANES (VEC_BYTES / sizeof(real))
+#define VEC_LANES ((ptrdiff_t)(VEC_BYTES / sizeof(real)))
 
 typedef struct { vec v[N_VECS]; } lanes;
 
@@ -143,59 +145,60 @@ INLINE void prefetch(const void *p) {
 #endif
 }
 
-/* The first n lanes from p, 0 < n < LANES, the rest fill. Reads nothing beyond. */
-APART lanes lanes_load_tail(const real *p, ptrdiff_t n, lanes fill) {
+/* The first n lanes of a register from p, 0 < n < VEC_LANES, the rest fill. Reads nothing beyond. */
+APART vec vec_load_tail(const real *p, ptrdiff_t n, vec fill) {
 #if defined(__AVX512F__)
     unsigned mask = (1u << n) - 1;
-    if (sizeof(real) == 4)
-        fill.v[0] = (vec)_mm512_mask_loadu_ps((__m512)fill.v[0], (__mmask16)mask, p);
-    else
-        fill.v[0] = (vec)_mm512_mask_loadu_pd((__m512d)fill.v[0], (__mmask8)mask, p);
-    return fill;
+    if (sizeof(real) == 4) return (vec)_mm512_mask_loadu_ps((__m512)fill, (__mmask16)mask, p);
+    return (vec)_mm512_mask_loadu_pd((__m512d)fill, (__mmask8)mask, p);
 #elif defined(__AVX2__) && REAL_BYTES == 4
-    static const int mask[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
-    for (int k = 0; k < 2; k++) {
-        __m256i m = _mm256_loadu_si256((const __m256i *)(mask + 16 - n + 8 * k));
-        fill.v[k] = (vec)_mm256_blendv_ps((__m256)fill.v[k], _mm256_maskload_ps((const float *)p + 8 * k, m), (__m256)m);
-    }
-    return fill;
+    static const int mask[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    __m256i m = _mm256_loadu_si256((const __m256i *)(mask + 8 - n));
+    return (vec)_mm256_blendv_ps((__m256)fill, _mm256_maskload_ps((const float *)p, m), (__m256)m);
 #elif defined(__AVX2__)
-    static const long long mask[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
-    for (int k = 0; k < 2; k++) {
-        __m256i m = _mm256_loadu_si256((const __m256i *)(mask + 8 - n + 4 * k));
-        fill.v[k] = (vec)_mm256_blendv_pd((__m256d)fill.v[k], _mm256_maskload_pd((const double *)p + 4 * k, m), (__m256d)m);
-    }
-    return fill;
+    static const long long mask[8] = {-1, -1, -1, -1};
+    __m256i m = _mm256_loadu_si256((const __m256i *)(mask + 4 - n));
+    return (vec)_mm256_blendv_pd((__m256d)fill, _mm256_maskload_pd((const double *)p, m), (__m256d)m);
 #else
-    real t[LANES];
-    lanes_store(t, fill);
-    for (ptrdiff_t k = 0; k < n; k++) t[k] = ((const real_anywhere *)p)[k];
-    return lanes_load(t);
+    union { vec v; real x[VEC_LANES]; } t = {fill};
+    for (ptrdiff_t k = 0; k < n; k++) t.x[k] = ((const real_anywhere *)p)[k];
+    return t.v;
 #endif
 }
 
-APART void lanes_store_tail(real *p, ptrdiff_t n, lanes a) {
+APART void vec_store_tail(real *p, ptrdiff_t n, vec a) {
 #if defined(__AVX512F__)
     unsigned mask = (1u << n) - 1;
     if (sizeof(real) == 4)
-        _mm512_mask_storeu_ps(p, (__mmask16)mask, (__m512)a.v[0]);
+        _mm512_mask_storeu_ps(p, (__mmask16)mask, (__m512)a);
     else
-        _mm512_mask_storeu_pd(p, (__mmask8)mask, (__m512d)a.v[0]);
+        _mm512_mask_storeu_pd(p, (__mmask8)mask, (__m512d)a);
 #else
-    real t[LANES];
-    lanes_store(t, a);
+    union { vec v; real x[VEC_LANES]; } t = {a};
     /* Halves by memcpy of a constant size: a register each, where a loop would go one by one. */
-    const real *q = t;
-    if (n & 8) { memcpy(p, q, 8 * sizeof(real)); p += 8; q += 8; }
+    const real *q = t.x;
     if (n & 4) { memcpy(p, q, 4 * sizeof(real)); p += 4; q += 4; }
     if (n & 2) { memcpy(p, q, 2 * sizeof(real)); p += 2; q += 2; }
     if (n & 1) memcpy(p, q, sizeof(real));
 #endif
 }
 
-/* The same for any n: none if n <= 0, all if n >= LANES. */
+/* The same for any n: none if n <= 0, all if n >= VEC_LANES. */
+INLINE vec vec_load_part(const real *p, ptrdiff_t n, vec fill) {
+    if (n >= VEC_LANES) return *(const vec_anywhere *)p;
+    return n <= 0 ? fill : vec_load_tail(p, n, fill);
+}
+
+INLINE void vec_store_part(real *p, ptrdiff_t n, vec a) {
+    if (n >= VEC_LANES) *(vec_anywhere *)p = a;
+    else if (n > 0) vec_store_tail(p, n, a);
+}
+
+/* And for a lane group. */
 INLINE lanes lanes_load_part(const real *p, ptrdiff_t n, lanes fill) {
-    return n >= LANES ? lanes_load(p) : n <= 0 ? fill : lanes_load_tail(p, n, fill);
+    UNROLLED for (int k = 0; k < N_VECS; k++)
+        fill.v[k] = vec_load_part(p + k * VEC_LANES, n - k * VEC_LANES, fill.v[k]);
+    return fill;
 }
 
 /* a + b, and what that rounds away (Knuth). */
@@ -341,5 +344,33 @@ static inline double scaled_mean(double r, double a, double n) {
 /* mean(d*d) + eps below this may have lost bits to underflow: such rows are scaled and done again.
  * Squares lose bits below 2^-126 (2^-1022); the margin keeps the loss under the last bit. */
 #define TINY_SQUARE (sizeof(real) == 4 ? 0x1p-100 : 0x1p-960)
+
+/* What becomes of rows whose sums of d and d*d are s and q. RECENTRE: hi lies far from the mean. RESCUE: squares left the range
+ * of real. */
+enum { SETTLED, RECENTRE, RESCUE };
+/* Rows side by side at most. */
+enum { SIDE = 8 };
+typedef struct {
+    double s[SIDE], q[SIDE];
+    double shift[SIDE], variance[SIDE], rstd[SIDE];   /* shift: mean(d), from hi to the mean */
+    ptrdiff_t verdict[SIDE];
+} settled_rows;
+
+/* Without branches and in registers of several rows: a division and a root cost as much for four of them as for one.
+ * IN s, q of the first side rows (a literal), n_cols, eps, centered, last: there will be no other hi; OUT the rest of rows */
+INLINE void settle_rows(settled_rows *rows, int side, ptrdiff_t n_cols, double eps, int centered, int last) {
+    double n = (double)n_cols;
+    NOT_UNROLLED for (int k = 0; k < side; k++) {
+        double shift = centered ? rows->s[k] / n : 0, square_mean = rows->q[k] / n;
+        double variance = square_mean - shift * shift, scale;
+        variance = variance < 0 ? 0 : variance;
+        scale = variance + eps;
+        rows->shift[k] = shift;
+        rows->variance[k] = variance;
+        rows->rstd[k] = reciprocal_root(scale);
+        rows->verdict[k] = centered && !last && (shift * shift > 0.25 * square_mean) & (square_mean < INFINITY) ? RECENTRE
+                         : (scale >= TINY_SQUARE) & (scale < INFINITY) ? SETTLED : RESCUE;
+    }
+}
 
 #endif

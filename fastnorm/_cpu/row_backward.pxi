@@ -26,54 +26,11 @@ cdef struct gradient_row:
     real weight            # of the row, where it has one
 
 
-cdef inline void gradient_half_step(const char* x, const char* dy, const real* w, Py_ssize_t i, Py_ssize_t n, lanes hi,
-                                    bint centered, int type, lanes* sum_d, lanes* sum_wdy, lanes* sum_wdy_d) noexcept nogil:
-    """The sums of d, wdy and wdy * d of four lane groups from i on, of which n values exist: the rest has d = 0 and wdy = 0."""
-    cdef lanes zero = lanes_fill(0)
-    cdef lanes a = lanes_load_part_as(x, i, n, hi, type)
-    cdef lanes b = lanes_load_part_as(x, i + LANES, n - LANES, hi, type)
-    cdef lanes c = lanes_load_part_as(x, i + 2 * LANES, n - 2 * LANES, hi, type)
-    cdef lanes d = lanes_load_part_as(x, i + 3 * LANES, n - 3 * LANES, hi, type)
-    cdef lanes ga = lanes_load_part_as(dy, i, n, zero, type)
-    cdef lanes gb = lanes_load_part_as(dy, i + LANES, n - LANES, zero, type)
-    cdef lanes gc = lanes_load_part_as(dy, i + 2 * LANES, n - 2 * LANES, zero, type)
-    cdef lanes gd = lanes_load_part_as(dy, i + 3 * LANES, n - 3 * LANES, zero, type)
-    if w != NULL:
-        ga = lanes_mul(ga, lanes_load_part(w + i, n, zero))
-        gb = lanes_mul(gb, lanes_load_part(w + i + LANES, n - LANES, zero))
-        gc = lanes_mul(gc, lanes_load_part(w + i + 2 * LANES, n - 2 * LANES, zero))
-        gd = lanes_mul(gd, lanes_load_part(w + i + 3 * LANES, n - 3 * LANES, zero))
-    if centered:
-        a = lanes_sub(a, hi)
-        b = lanes_sub(b, hi)
-        c = lanes_sub(c, hi)
-        d = lanes_sub(d, hi)
-        sum_d[0] = sum4(a, b, c, d)
-        sum_wdy[0] = sum4(ga, gb, gc, gd)
-    sum_wdy_d[0] = sum4(lanes_mul(ga, a), lanes_mul(gb, b), lanes_mul(gc, c), lanes_mul(gd, d))
-
-
-cdef void last_gradient_step(const char* x, const char* dy, const real* w, Py_ssize_t i, Py_ssize_t n, const lanes* h, bint centered,
-                             int type, lanes* s, lanes* g, lanes* p) noexcept nogil:
-    """Less than a step. Flags at run time, to have it once."""
-    cdef lanes s0, s1, g0, g1, p0, p1
-    gradient_half_step(x, dy, w, i, n - i, h[0], centered, type, &s0, &g0, &p0)
-    gradient_half_step(x, dy, w, i + HALF_STEP, n - i - HALF_STEP, h[0], centered, type, &s1, &g1, &p1)
-    if centered:
-        s[0] = lanes_add(s[0], lanes_add(s0, s1))
-        g[0] = lanes_add(g[0], lanes_add(g0, g1))
-    p[0] = lanes_add(p[0], lanes_add(p0, p1))
-
-
 cdef inline void block_gradient_sums(const char* x, const char* dy, const real* w, Py_ssize_t n, real hi, bint centered,
                                      int type, double* sum_d, double* sum_wdy, double* sum_wdy_d) noexcept nogil:
     """OUT: the folded sums of d, wdy and wdy * d over one block."""
-    cdef lanes h = lanes_fill(hi), zero = lanes_fill(0)
-    cdef lanes s = zero, g = zero, p = zero
-    cdef Py_ssize_t i = n // STEP * STEP
-    lanes_gradient_sums(x, dy, w, n // STEP, h, centered, type, &s, &g, &p)
-    if i < n:
-        last_gradient_step(x, dy, w, i, n, &h, centered, type, &s, &g, &p)
+    cdef lanes s, g, p
+    lanes_gradient_sums(x, dy, w, n, hi, centered, type, &s, &g, &p)
     if centered:
         sum_d[0] = lanes_fold(s)
         sum_wdy[0] = lanes_fold(g)
@@ -243,7 +200,7 @@ cdef void apply_gradient_part(const gradient_columns* at, const gradient_row* ro
     """Columns i to end at the ends of a block, less than a cache line. Flags at run time, to have it once."""
     cdef gradient_constants constants = constants_of(at, row)
     while i < end:
-        apply_gradient_vec(at, &constants, i, min(end - i, <Py_ssize_t>VEC_LANES), False, at.first, centered, False,
+        apply_gradient_vec(at, &constants, i, min(end - i, VEC_LANES), False, at.first, centered, False,
                            False, type)
         i += VEC_LANES
 
@@ -254,13 +211,14 @@ cdef inline void apply_gradient(const gradient_columns* columns, const gradient_
     # Copies that nobody has an address of, or each store might have changed them.
     cdef gradient_columns at = columns[0]
     cdef gradient_constants constants = constants_of(&at, row)
-    cdef Py_ssize_t i = 0, ahead
+    cdef Py_ssize_t i = 0, end, ahead
     cdef int k
     if at.stream:
         # Whole cache lines only.
         i = min(n, values_to_line(at.dx, type))
+        end = i + whole_lines(n - i, type)
         apply_gradient_part(columns, row, 0, i, centered, type)
-        while i + LANES <= n:
+        while i < end:
             if at.x_ahead != NULL:
                 ahead = i * SIZE_OF(type)
                 prefetch(at.x_ahead + ahead)
@@ -268,7 +226,7 @@ cdef inline void apply_gradient(const gradient_columns* columns, const gradient_
                 if at.dh_ahead != NULL:
                     prefetch(at.dh_ahead + ahead)
             for k in range(N_VECS):
-                apply_gradient_vec(&at, &constants, i + k * <Py_ssize_t>VEC_LANES, VEC_LANES, False, at.first, centered, True,
+                apply_gradient_vec(&at, &constants, i + k * VEC_LANES, VEC_LANES, False, at.first, centered, True,
                                    at.stream_residual, type)
             i += LANES
     # What is common: flags as literals, without the branches.
@@ -349,7 +307,7 @@ cdef void close_sums(const job* j, const group_sums* sums, Py_ssize_t n, double*
     cdef vec zero = vec_fill(0)
     cdef Py_ssize_t i = 0, part
     while i < n:
-        part = min(n - i, <Py_ssize_t>VEC_LANES)
+        part = min(n - i, VEC_LANES)
         add_gradients(dweight + i, j.partial_cols, vec_load_part_as(<const char*>sums.dweight, i, VEC_LANES, zero, ST_REAL), part)
         if centered:
             add_gradients(dbias + i, j.partial_cols, vec_load_part_as(<const char*>sums.dbias, i, VEC_LANES, zero, ST_REAL), part)

@@ -27,21 +27,21 @@ cdef struct addition:
     Py_ssize_t begin       # the column from which it is not yet there
 
 
-cdef inline lanes sum_lanes(const char* a, const char* b, Py_ssize_t i, Py_ssize_t n, lanes factor, int type) noexcept nogil:
-    """a + alpha * b of n columns from i on, at most a lane group."""
-    cdef lanes zero = lanes_fill(0)
-    return lanes_add(lanes_load_part_as(a, i, n, zero, type), lanes_mul(factor, lanes_load_part_as(b, i, n, zero, type)))
+cdef inline vec sum_vec(const char* a, const char* b, Py_ssize_t i, Py_ssize_t n, vec factor, int type) noexcept nogil:
+    """a + alpha * b of n columns from i on, at most a register."""
+    cdef vec zero = vec_fill(0)
+    return vec_add(vec_load_part_as(a, i, n, zero, type), vec_mul(factor, vec_load_part_as(b, i, n, zero, type)))
 
 
 cdef inline void add_block(const char* a, const char* b, char* x, Py_ssize_t n, real alpha, int type) noexcept nogil:
     """x[:n] = a + alpha * b."""
-    cdef lanes factor = lanes_fill(alpha)
+    cdef vec factor = vec_fill(alpha)
     cdef Py_ssize_t i = 0
-    while i + LANES <= n:
-        lanes_store_as(x, i, sum_lanes(a, b, i, LANES, factor, type), type)
-        i += LANES
+    while i + VEC_LANES <= n:
+        vec_store_part_as(x, i, VEC_LANES, sum_vec(a, b, i, VEC_LANES, factor, type), type)
+        i += VEC_LANES
     if i < n:
-        lanes_store_part_as(x, i, n - i, sum_lanes(a, b, i, n - i, factor, type), type)
+        vec_store_part_as(x, i, n - i, sum_vec(a, b, i, n - i, factor, type), type)
 
 
 cdef void add_ahead(const addition* sum, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
@@ -52,8 +52,8 @@ cdef void add_ahead(const addition* sum, Py_ssize_t c0, Py_ssize_t c1) noexcept 
 
 cdef inline lanes added_lanes(const addition* sum, Py_ssize_t c, lanes factor) noexcept nogil:
     """The lane group of column c, which is added up, stored, and needed at once."""
-    cdef lanes t = sum_lanes(sum.a, sum.b, c, LANES, factor, ST_REAL)
-    lanes_store_as(sum.x, c, t, ST_REAL)
+    cdef lanes t = lanes_add(lanes_load(<in_real>sum.a + c), lanes_mul(factor, lanes_load(<in_real>sum.b + c)))
+    lanes_store(<real*>sum.x + c, t)
     return t
 
 
@@ -68,14 +68,6 @@ cdef inline void half_step_sums(lanes a, lanes b, lanes c, lanes d, lanes hi, bi
     sum_dd[0] = sum4(square(a), square(b), square(c), square(d))
 
 
-cdef inline void half_step(const char* x, Py_ssize_t i, Py_ssize_t n, lanes hi, bint centered, int type,
-                           lanes* sum_d, lanes* sum_dd) noexcept nogil:
-    """The same from column i on, of which n exist: the rest is hi, so that its d is zero."""
-    half_step_sums(lanes_load_part_as(x, i, n, hi, type), lanes_load_part_as(x, i + LANES, n - LANES, hi, type),
-                   lanes_load_part_as(x, i + 2 * LANES, n - 2 * LANES, hi, type),
-                   lanes_load_part_as(x, i + 3 * LANES, n - 3 * LANES, hi, type), hi, centered, sum_d, sum_dd)
-
-
 cdef inline void added_half_step(const addition* sum, Py_ssize_t c, lanes factor, lanes hi, bint centered,
                                  lanes* sum_d, lanes* sum_dd) noexcept nogil:
     """The same from column c of a sum on, which is added up for it."""
@@ -85,60 +77,41 @@ cdef inline void added_half_step(const addition* sum, Py_ssize_t c, lanes factor
 
 cdef inline real first_mean(const char* x, Py_ssize_t n_cols, int type) noexcept nogil:
     """hi: the mean of the first step. Near the mean for most rows; settle() notices when not."""
-    cdef lanes zero = lanes_fill(0)
-    cdef lanes a, b, unused
-    # About zero, d is x itself.
-    half_step(x, 0, n_cols, zero, True, type, &a, &unused)
-    half_step(x, HALF_STEP, n_cols - HALF_STEP, zero, True, type, &b, &unused)
-    return <real>(lanes_fold(lanes_add(a, b)) / min(n_cols, <Py_ssize_t>STEP))
+    return <real>(first_sum(x, n_cols, type) / min(n_cols, <Py_ssize_t>STEP))
 
 
-cdef void last_step(const char* x, Py_ssize_t i, Py_ssize_t n, const lanes* h, bint centered, int type,
-                    lanes* s, lanes* q) noexcept nogil:
-    """Less than a step. Flags at run time, to have it once."""
-    cdef lanes s0, s1, q0, q1
-    half_step(x, i, n - i, h[0], centered, type, &s0, &q0)
-    half_step(x, i + HALF_STEP, n - i - HALF_STEP, h[0], centered, type, &s1, &q1)
-    if centered:
-        s[0] = lanes_add(s[0], lanes_add(s0, s1))
-    q[0] = lanes_add(q[0], lanes_add(q0, q1))
-
-
-cdef inline void added_sums(const char* x, Py_ssize_t n_steps, lanes h, bint centered, int type, const addition* sum,
+cdef inline void added_sums(const char* x, Py_ssize_t n, real hi, bint centered, int type, const addition* sum,
                             Py_ssize_t c0, lanes* s, lanes* q) noexcept nogil:
     """lanes_sums() of what starts at column c0 of a sum that is added up meanwhile."""
-    cdef lanes factor = lanes_fill(sum.alpha)
+    cdef lanes factor = lanes_fill(sum.alpha), h = lanes_fill(hi)
     cdef lanes s0 = h, s1 = h, q0, q1
     cdef Py_ssize_t i = 0
-    while i < n_steps * STEP:
+    s[0] = q[0] = lanes_fill(0)
+    while i + STEP <= n:
         if c0 + i >= sum.begin:
             added_half_step(sum, c0 + i, factor, h, centered, &s0, &q0)
             added_half_step(sum, c0 + i + HALF_STEP, factor, h, centered, &s1, &q1)
+            if centered:
+                s[0] = lanes_add(s[0], lanes_add(s0, s1))
+            q[0] = lanes_add(q[0], lanes_add(q0, q1))
         else:
-            half_step(x, i, HALF_STEP, h, centered, type, &s0, &q0)
-            half_step(x, i + HALF_STEP, HALF_STEP, h, centered, type, &s1, &q1)
-        if centered:
-            s[0] = lanes_add(s[0], lanes_add(s0, s1))
-        q[0] = lanes_add(q[0], lanes_add(q0, q1))
+            lanes_add_step(x, i, STEP, hi, centered, type, s, q)
         i += STEP
+    if i < n:
+        if c0 + i >= sum.begin:
+            add_ahead(sum, c0 + i, c0 + n)
+        lanes_add_step(x, i, n - i, hi, centered, type, s, q)
 
 
 cdef inline void block_sums(const char* x, Py_ssize_t n, real hi, bint centered, int type, bint adds, const addition* sum,
                             Py_ssize_t c0, double* sum_d, double* sum_dd) noexcept nogil:
     """OUT sum_d, sum_dd: the folded sums of d and d*d over one block. adds: it starts at column c0 of a sum that is added up
     meanwhile, since arithmetic and waiting for memory overlap then."""
-    cdef lanes h = lanes_fill(hi)
-    cdef lanes s = lanes_fill(0)
-    cdef lanes q = s
-    cdef Py_ssize_t i = n // STEP * STEP
+    cdef lanes s, q
     if adds:
-        added_sums(x, n // STEP, h, centered, type, sum, c0, &s, &q)
+        added_sums(x, n, hi, centered, type, sum, c0, &s, &q)
     else:
-        lanes_sums(x, n // STEP, h, centered, type, &s, &q)
-    if i < n:
-        if adds and c0 + i >= sum.begin:
-            add_ahead(sum, c0 + i, c0 + n)
-        last_step(x, i, n, &h, centered, type, &s, &q)
+        lanes_sums(x, n, hi, centered, type, &s, &q)
     if centered:
         sum_d[0] = lanes_fold(s)
     sum_dd[0] = lanes_fold(q)
@@ -146,24 +119,18 @@ cdef inline void block_sums(const char* x, Py_ssize_t n, real hi, bint centered,
 
 cdef inline int settle(double s, double q, Py_ssize_t n_cols, double eps, bint centered, bint last,
                        real* hi, real* lo, double* mean, double* variance, double* rstd) noexcept nogil:
-    """From the sums to the statistics. RECENTRE: hi lies far from the mean and was moved, sum once
-    more (unless last). RESCUE: squares left the range of real."""
-    cdef double shift = 0, square_mean = q / n_cols, scale
-    if centered:
-        shift = s / n_cols
-        if not last and shift * shift > 0.25 * square_mean and isfinite(square_mean):
-            hi[0] = <real>(hi[0] + shift)
-            return RECENTRE
-    variance[0] = square_mean - shift * shift
-    if variance[0] < 0:
-        variance[0] = 0
-    scale = variance[0] + eps
-    lo[0] = <real>shift
-    mean[0] = hi[0] + shift
-    rstd[0] = reciprocal_root(scale)
-    if not (TINY_SQUARE <= scale < INFINITY):
-        return RESCUE
-    return SETTLED
+    """From the sums to the statistics of a row. RECENTRE: hi was moved, sum once more."""
+    cdef settled_rows row
+    row.s[0] = s
+    row.q[0] = q
+    settle_rows(&row, 1, n_cols, eps, centered, last)
+    if row.verdict[0] == RECENTRE:
+        hi[0] = <real>(hi[0] + row.shift[0])
+    lo[0] = <real>row.shift[0]
+    mean[0] = hi[0] + row.shift[0]
+    variance[0] = row.variance[0]
+    rstd[0] = row.rstd[0]
+    return <int>row.verdict[0]
 
 
 cdef inline void row_sums(const source* src, Py_ssize_t n_cols, real hi, bint centered, bint again, int type,
@@ -213,19 +180,6 @@ cdef inline lanes x_hat(lanes x, lanes hi, lanes lo, lanes rstd, bint centered) 
     return lanes_mul(x, rstd)
 
 
-cdef inline lanes y_lanes(const char* x, Py_ssize_t i, Py_ssize_t n, lanes hi, lanes lo, lanes rstd, const real* w,
-                          const real* b, lanes row_w, lanes row_b, bint centered, bint by_row, int type) noexcept nogil:
-    """((x - hi) - lo) * rstd * w + b of n columns from i on, at most a lane group. by_row: w and b only say whether there
-    are any; they are row_w and row_b."""
-    cdef lanes zero = lanes_fill(0)
-    cdef lanes t = x_hat(lanes_load_part_as(x, i, n, zero, type), hi, lo, rstd, centered)
-    if w != NULL:
-        t = lanes_mul(t, row_w if by_row else lanes_load_part(w + i, n, zero))
-    if b != NULL:
-        t = lanes_add(t, row_b if by_row else lanes_load_part(b + i, n, zero))
-    return t
-
-
 # What the second sweep needs to know of a row.
 cdef struct forward_row:
     source src
@@ -244,34 +198,85 @@ cdef inline void fetch(const char* x, const char* residual, Py_ssize_t bytes) no
         prefetch(residual + bytes)
 
 
+# What stands in registers while the columns of a row are gone over. weight, bias: of the row, where it has one.
+cdef struct forward_constants:
+    vec hi, lo, rstd, weight, bias
+
+
+cdef inline forward_constants forward_constants_of(const forward_row* row, const real* w, const real* b, bint by_row) noexcept nogil:
+    cdef forward_constants a
+    a.hi = vec_fill(row.hi)
+    a.lo = vec_fill(row.lo)
+    a.rstd = vec_fill(row.rstd)
+    a.weight = vec_fill(w[0]) if by_row and w != NULL else a.rstd
+    a.bias = vec_fill(b[0]) if by_row and b != NULL else a.rstd
+    return a
+
+
+cdef inline vec y_vec(const char* x, Py_ssize_t i, Py_ssize_t n, const forward_constants* row, const real* w, const real* b,
+                      bint plain, bint centered, bint by_row, int type) noexcept nogil:
+    """((x - hi) - lo) * rstd * w + b of n columns from i on, at most a register. by_row: w and b only say whether there are any;
+    plain: there is w, and, if centered, b."""
+    cdef vec zero = vec_fill(0)
+    cdef vec t = vec_load_part_as(x, i, n, zero, type)
+    if centered:
+        t = vec_sub(vec_sub(t, row.hi), row.lo)
+    t = vec_mul(t, row.rstd)
+    if plain or w != NULL:
+        t = vec_mul(t, row.weight if by_row else vec_load_part_as(<const char*>w, i, n, zero, ST_REAL))
+    if centered if plain else b != NULL:
+        t = vec_add(t, row.bias if by_row else vec_load_part_as(<const char*>b, i, n, zero, ST_REAL))
+    return t
+
+
+cdef void apply_part(const char* x, char* y, Py_ssize_t i, Py_ssize_t end, const forward_row* row, const real* w, const real* b,
+                     bint centered, bint by_row, int type) noexcept nogil:
+    """y of columns i to end at the ends of a block, less than a cache line. Flags at run time, to have it once; apart, since
+    calls for parts of a register would push the constants of the loops out of theirs."""
+    cdef forward_constants a = forward_constants_of(row, w, b, by_row)
+    while i < end:
+        vec_store_part_as(y, i, end - i, y_vec(x, i, end - i, &a, w, b, False, centered, by_row, type), type)
+        i += VEC_LANES
+
+
+cdef inline Py_ssize_t apply_whole(const char* x, char* y, Py_ssize_t i, Py_ssize_t end, const forward_constants* row, const real* w,
+                                   const real* b, bint plain, bint centered, bint by_row, int type) noexcept nogil:
+    """y of columns i to end as far as they are whole lane groups; where it ended."""
+    cdef int k
+    while i + LANES <= end:
+        for k in range(N_VECS):
+            vec_store_part_as(y, i + k * VEC_LANES, VEC_LANES,
+                              y_vec(x, i + k * VEC_LANES, VEC_LANES, row, w, b, plain, centered, by_row, type), type)
+        i += LANES
+    return i
+
+
 cdef inline void apply_block(const char* x, char* y, Py_ssize_t n, const forward_row* row, const real* w, const real* b,
                              bint centered, bint by_row, bint stream, int type, const char* x_ahead,
                              const char* residual_ahead, Py_ssize_t ahead_size) noexcept nogil:
     """y over n columns. x_ahead, residual_ahead: what a later row will read, ahead_size bytes a column, fetched while
     this one is written, since stores past the cache leave the memory bus idle otherwise."""
-    cdef lanes h = lanes_fill(row.hi), l = lanes_fill(row.lo), r = lanes_fill(row.rstd), wl = r, bl = r
-    cdef Py_ssize_t i = 0, head, part
-    if by_row and w != NULL:
-        wl = lanes_fill(w[0])
-    if by_row and b != NULL:
-        bl = lanes_fill(b[0])
+    cdef forward_constants a = forward_constants_of(row, w, b, by_row)
+    cdef Py_ssize_t i = 0, end
+    cdef int k
     if stream:
-        # Whole cache lines only; y may start inside one.
-        head = min(n, values_to_line(y, type))
-        while i < head:
-            part = min(head - i, <Py_ssize_t>LANES)
-            lanes_store_part_as(y, i, part, y_lanes(x, i, part, h, l, r, w, b, wl, bl, centered, by_row, type), type)
-            i += part
-        while i + LANES <= n:
+        # Whole cache lines only (of 16-bit values that is two lane groups); y may start inside one.
+        i = min(n, values_to_line(y, type))
+        end = i + whole_lines(n - i, type)
+        apply_part(x, y, 0, i, row, w, b, centered, by_row, type)
+        while i < end:
             fetch(x_ahead, residual_ahead, i * ahead_size)
-            lanes_stream_as(y, i, y_lanes(x, i, LANES, h, l, r, w, b, wl, bl, centered, by_row, type), type)
+            for k in range(N_VECS):
+                vec_stream_as(y, i + k * VEC_LANES,
+                              y_vec(x, i + k * VEC_LANES, VEC_LANES, &a, w, b, False, centered, by_row, type), type)
             i += LANES
+    # What is common: flags as literals, without the branches.
+    elif not by_row and w != NULL and (b != NULL) == centered:
+        i = apply_whole(x, y, i, n, &a, w, b, True, centered, by_row, type)
     else:
-        while i + LANES <= n:
-            lanes_store_as(y, i, y_lanes(x, i, LANES, h, l, r, w, b, wl, bl, centered, by_row, type), type)
-            i += LANES
+        i = apply_whole(x, y, i, n, &a, w, b, False, centered, by_row, type)
     if i < n:
-        lanes_store_part_as(y, i, n - i, y_lanes(x, i, n - i, h, l, r, w, b, wl, bl, centered, by_row, type), type)
+        apply_part(x, y, i, n, row, w, b, centered, by_row, type)
 
 
 cdef inline bint is_sum(const job* j) noexcept nogil:
@@ -389,25 +394,19 @@ cdef void apply_rows(const job* j, const forward_row* rows, Py_ssize_t r, int n_
 # ---------------------------------------------------------------------------------------------
 
 cdef inline void add_past_the_cache(const char* a, const char* b, char* x, Py_ssize_t n, real alpha, real* keep) noexcept nogil:
-    """The same, past the cache, with a copy in keep for the norm that comes next: n values and room for a lane group."""
-    cdef lanes factor = lanes_fill(alpha), t
+    """The same, past the cache, with a copy in keep for the norm that comes next: n values and room for a register."""
+    cdef vec factor = vec_fill(alpha), t
     # Whole cache lines only; x may start inside one.
-    cdef Py_ssize_t i = 0, head = min(n, values_to_line(x, ST_REAL)), part
-    while i < head:
-        part = min(head - i, <Py_ssize_t>LANES)
-        t = sum_lanes(a, b, i, part, factor, ST_REAL)
-        lanes_store(keep + i, t)
-        lanes_store_part_as(x, i, part, t, ST_REAL)
+    cdef Py_ssize_t i = 0, head = min(n, values_to_line(x, ST_REAL)), end = head + (n - head) // LANES * LANES, part
+    while i < n:
+        part = min(head - i if i < head else n - i, VEC_LANES)
+        t = sum_vec(a, b, i, part, factor, ST_REAL)
+        vec_store(keep + i, t)
+        if head <= i < end:
+            vec_stream(<real*>x + i, t)
+        else:
+            vec_store_part_as(x, i, part, t, ST_REAL)
         i += part
-    while i + LANES <= n:
-        t = sum_lanes(a, b, i, LANES, factor, ST_REAL)
-        lanes_store(keep + i, t)
-        lanes_stream_as(x, i, t, ST_REAL)
-        i += LANES
-    if i < n:
-        t = sum_lanes(a, b, i, n - i, factor, ST_REAL)
-        lanes_store(keep + i, t)
-        lanes_store_part_as(x, i, n - i, t, ST_REAL)
 
 
 cdef void add_columns(const job* j, Py_ssize_t r, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
@@ -538,6 +537,119 @@ cdef inline void group_forward(const job* j, Py_ssize_t r, int n_rows, bint adds
     apply_rows(j, rows, r, n_rows, 0, j.n_cols, type, y_buffer)
 
 
+cdef inline bint is_near(const job* j, int type) noexcept nogil:
+    """Whether rows are of a block at most, each of x and y in one piece. Sums only if they are short: longer ones
+    are better added up in step with their norm."""
+    return (j.n_cols <= BLOCK and in_place(&j.x, type) and in_place(&j.y, type) and not j.by_row
+            and (not is_sum(j) or (j.n_cols < 2 * STEP and type_of_sum(j) == type and not j.stream)))
+
+
+cdef int settle_near_row_again(const job* j, Py_ssize_t r, double shift, int type, forward_row* row) noexcept nogil:
+    """About a hi that lies shift farther."""
+    cdef double mean = 0, variance = 0, rstd = 0
+    cdef source src = open_row(&j.x, r, NULL, False)
+    cdef int verdict
+    row.hi = <real>(row.hi + shift)
+    verdict = sum_again_and_settle(&src, j.n_cols, j.eps, j.centered, type, &row.hi, &row.lo, &mean, &variance, &rstd)
+    row.rstd = <real>rstd
+    save_statistics(j, r, mean, variance, rstd)
+    return verdict
+
+
+cdef inline void near_rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, bint centered, int type) noexcept nogil:
+    """rows_forward() of rows that are near: several side by side, so that none waits for the sums or the root of another."""
+    cdef settled_rows rows
+    cdef forward_row row
+    cdef const char* ahead
+    cdef char* x[SIDE]
+    cdef char* y
+    cdef real[SIDE] hi
+    cdef Py_ssize_t n_cols = j.n_cols, verdict
+    cdef bint sums = is_sum(j)
+    # Of shorter rows, the parts of cache lines at their ends would cost more than it gains.
+    cdef bint stream = j.stream and n_cols * SIZE_OF(type) >= SHORT_BYTES // SIDE
+    cdef int k, n_rows, side = <int>max(1, min(<Py_ssize_t>SIDE, SHORT_BYTES // (n_cols * SIZE_OF(type))))
+    memset(&row, 0, sizeof(row))
+    for k in range(SIDE):
+        # Rows that are not there are settled, too.
+        hi[k] = rows.s[k] = 0
+        rows.q[k] = n_cols
+    while r0 < r1:
+        n_rows = <int>min(<Py_ssize_t>side, r1 - r0)
+        for k in range(n_rows):
+            x[k] = row_start(&j.x, r0 + k)
+            if sums:
+                add_part(j, r0 + k, 0, n_cols, NULL)
+            if centered:
+                rows.s[k] = first_sum(x[k], n_cols, type)
+        if centered:
+            for k in range(SIDE):
+                hi[k] = <real>(rows.s[k] / min(n_cols, <Py_ssize_t>STEP))
+        for k in range(n_rows):
+            block_sums(x[k], n_cols, hi[k], centered, type, False, NULL, 0, &rows.s[k], &rows.q[k])
+        settle_rows(&rows, SIDE, n_cols, j.eps, centered, False)
+        for k in range(n_rows):
+            row.hi = hi[k]
+            row.lo = <real>rows.shift[k]
+            row.rstd = <real>rows.rstd[k]
+            verdict = rows.verdict[k]
+            if verdict == SETTLED:
+                save_statistics(j, r0 + k, hi[k] + rows.shift[k], rows.variance[k], rows.rstd[k])
+            elif verdict == RECENTRE:
+                verdict = settle_near_row_again(j, r0 + k, rows.shift[k], type, &row)
+            if verdict == RESCUE:
+                rescue(j, r0 + k)
+                continue
+            y = row_start(&j.y, r0 + k)
+            ahead = row_start(&j.x, min(r0 + k + n_rows, j.n_rows - 1)) if stream else NULL
+            apply_block(x[k], y, n_cols, &row, <in_real>j.weight, <in_real>j.bias, centered, False,
+                        stream and <size_t>y % SIZE_OF(type) == 0, type, ahead, NULL, SIZE_OF(type))
+        r0 += n_rows
+
+
+cdef void near_layer_float16(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+    if FLOAT16_LANES:
+        near_rows_forward(j, r0, r1, True, ST_FLOAT16)
+
+
+cdef void near_rms_float16(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+    if FLOAT16_LANES:
+        near_rows_forward(j, r0, r1, False, ST_FLOAT16)
+
+
+cdef void near_layer_bfloat16(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+    if BFLOAT16_LANES:
+        near_rows_forward(j, r0, r1, True, ST_BFLOAT16)
+
+
+cdef void near_rms_bfloat16(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+    if BFLOAT16_LANES:
+        near_rows_forward(j, r0, r1, False, ST_BFLOAT16)
+
+
+cdef void near_layer_real(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+    near_rows_forward(j, r0, r1, True, ST_REAL)
+
+
+cdef void near_rms_real(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
+    near_rows_forward(j, r0, r1, False, ST_REAL)
+
+
+# Called by way of pointers, which the compiler can't inline: in one function these loops would push each other's constants out
+# of the registers, at a fifth of their speed.
+cdef parts_kernel near_forward[6]
+near_forward[0] = near_rms_float16
+near_forward[1] = near_layer_float16
+near_forward[2] = near_rms_bfloat16
+near_forward[3] = near_layer_bfloat16
+near_forward[4] = near_rms_real
+near_forward[5] = near_layer_real
+
+
+cdef inline parts_kernel near_kernel(bint centered, int type) noexcept nogil:
+    return near_forward[(0 if type == ST_FLOAT16 else 2 if type == ST_BFLOAT16 else 4) + (1 if centered else 0)]
+
+
 cdef inline void rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, bint adds, bint centered, int type) noexcept nogil:
     """adds: all rows are sums that are added up in step with their norm."""
     # A block more: what is kept of a sum is stored in whole lane groups.
@@ -548,7 +660,7 @@ cdef inline void rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, bint a
     # Strided rows are loaded once and kept; contiguous ones are cheap to load again from the cache.
     cdef bint resident = keeps or j.n_cols <= BLOCK or (not contiguous and j.n_cols <= RESIDENT * BLOCK)
     # Longer rows keep the processor busy alone, and reads and writes of memory overlap better row by row.
-    cdef int group = GROUP if in_place(&j.x, type) and not keeps and j.n_cols * j.x.itemsize <= SHORT_BYTES else 1
+    cdef int group = GROUP if in_place(&j.x, type) and not keeps and j.n_cols * j.x.itemsize <= SHORT_BYTES // SIDE else 1
     while r0 < r1:
         group_forward(j, r0, min(<Py_ssize_t>group, r1 - r0), adds, centered, type, resident, keeps, x_buffer[0].v, y_buffer.v)
         r0 += group
@@ -585,6 +697,8 @@ cdef void forward(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nogil:
     if rows != NULL:
         transposed_rows_forward(j, r0, r1, rows)
         free(rows)
+    elif is_near(j, type):
+        near_kernel(j.centered, type)(j, r0, r1)
     elif FLOAT16_LANES and type == ST_FLOAT16:
         if j.centered:
             rows_forward(j, r0, r1, False, True, ST_FLOAT16)

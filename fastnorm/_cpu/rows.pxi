@@ -5,7 +5,7 @@ from libc.math cimport sqrt, fabs, ldexp, isfinite, frexp, INFINITY
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 from cpython.pycapsule cimport PyCapsule_New
-from fastnorm._cpu.kernels cimport view, job, row_statistics, kernels
+from fastnorm._cpu.kernels cimport view, job, row_statistics, kernels, parts_kernel
 
 cdef extern from "lanes.h" nogil:
     ctypedef double real
@@ -20,12 +20,11 @@ cdef extern from "lanes.h" nogil:
         double sum, rest
     enum:
         LANES
-        VEC_LANES          # in one register
         N_VECS             # registers of a lane group
         HALF_STEP
         STEP
         BLOCK
-    double TINY_SQUARE
+    Py_ssize_t VEC_LANES   # in one register
     lanes lanes_fill(real a)
     lanes lanes_load(const real* p)
     lanes lanes_load_part(const real* p, Py_ssize_t n, lanes fill)
@@ -38,7 +37,19 @@ cdef extern from "lanes.h" nogil:
     lanes lanes_mul(lanes a, lanes b)
     double lanes_fold(lanes a)
     void lanes_fold_rows(const real* s, Py_ssize_t distance, double* out)
-    double reciprocal_root(double a)
+    ctypedef struct settled_rows:
+        double* s
+        double* q
+        double* shift
+        double* variance
+        double* rstd
+        Py_ssize_t* verdict
+    enum:
+        SIDE               # rows side by side in forward, at most
+        SETTLED
+        RECENTRE
+        RESCUE
+    void settle_rows(settled_rows* rows, int side, Py_ssize_t n_cols, double eps, bint centered, bint last)
     double scaled_mean(double r, double a, double n)
     total total_add(total t, double a)
     double total_value(total t)
@@ -61,18 +72,17 @@ cdef extern from "storage.h" nogil:
     bint BFLOAT16_LANES
     bint has_lanes(int type)
     Py_ssize_t SIZE_OF(int type)
-    lanes lanes_load_as(const char* p, Py_ssize_t i, int type)
-    void lanes_sums(const char* x, Py_ssize_t n_steps, lanes hi, bint centered, int type, lanes* sum_d, lanes* sum_dd)
-    void lanes_gradient_sums(const char* x, const char* dy, const real* w, Py_ssize_t n_steps, lanes hi, bint centered, int type,
+    double first_sum(const char* x, Py_ssize_t n, int type)
+    void lanes_add_step(const char* x, Py_ssize_t i, Py_ssize_t n, real hi, bint centered, int type, lanes* sum_d, lanes* sum_dd)
+    void lanes_sums(const char* x, Py_ssize_t n, real hi, bint centered, int type, lanes* sum_d, lanes* sum_dd)
+    void lanes_gradient_sums(const char* x, const char* dy, const real* w, Py_ssize_t n, real hi, bint centered, int type,
                              lanes* sum_d, lanes* sum_wdy, lanes* sum_wdy_d)
-    lanes lanes_load_part_as(const char* p, Py_ssize_t i, Py_ssize_t n, lanes fill, int type)
-    void lanes_store_as(char* p, Py_ssize_t i, lanes a, int type)
     void lanes_store_part_as(char* p, Py_ssize_t i, Py_ssize_t n, lanes a, int type)
-    void lanes_stream_as(char* p, Py_ssize_t i, lanes a, int type)
     vec vec_load_part_as(const char* p, Py_ssize_t i, Py_ssize_t n, vec fill, int type)
     void vec_store_part_as(char* p, Py_ssize_t i, Py_ssize_t n, vec a, int type)
     void vec_stream_as(char* p, Py_ssize_t i, vec a, int type)
     Py_ssize_t values_to_line(const char* p, int type)
+    Py_ssize_t whole_lines(Py_ssize_t n, int type)
     void load_run(const char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, real* out)
     void store_run(char* p, Py_ssize_t stride, int type, int swapped, Py_ssize_t n, const real* a)
     void stream_bytes(char* q, const char* p, Py_ssize_t n)
@@ -81,11 +91,8 @@ cdef enum:
     RESIDENT = 8       # blocks of a row that is loaded once and kept, if it cannot be read in place
     GROUP = 4          # rows side by side; in backward they share the accumulators of dweight and dbias
     SHORT_RUN = 32     # columns next to each other that are worth a step of their own
-    SHORT_BYTES = 1024 # rows up to which forward takes several side by side
+    SHORT_BYTES = 8192 # of rows side by side in forward, unless one has more
     TRANSPOSED_BYTES = 1 << 20   # of rows that are loaded together
-    SETTLED = 0
-    RECENTRE = 1
-    RESCUE = 2
 
 
 # ---------------------------------------------------------------------------------------------

@@ -300,113 +300,8 @@ INLINE vec_half bits16_of_vec(vec a, int type) {
 }
 #endif
 
-INLINE lanes lanes_load_as(const char *p, ptrdiff_t i, int type) {
-    p += i * SIZE_OF(type);
-    if (type == ST_REAL) return lanes_load((const real *)p);
-    lanes r;
-    UNROLLED for (int k = 0; k < N_VECS; k++) r.v[k] = vec_of_bits16(p, k, type);
-    return r;
-}
-
-/* Register k of the lane group from p[i] on. */
-INLINE vec vec_of_lanes(const char *p, ptrdiff_t i, int k, int type) {
-    p += i * SIZE_OF(type);
-    if (type == ST_REAL) return *(const vec_anywhere *)(p + k * VEC_BYTES);
-    return vec_of_bits16(p, k, type);
-}
-
-/* The sums of d and d*d over whole steps from x on; centered: d = x - hi, else x itself. A register of lanes at a time, over
- * all steps, as in the next one: a processor with sixteen registers, two or four of them for a lane group, could not hold
- * all that a step takes.
- * IN x, n_steps, hi, centered, type; OUT sum_d (if centered), sum_dd */
-INLINE void lanes_sums(const char *x, ptrdiff_t n_steps, lanes hi, int centered, int type, lanes *sum_d, lanes *sum_dd) {
-    for (int k = 0; k < N_VECS; k++) {
-        vec h = hi.v[0], s = VEC_FILL((real)0), q = s;
-        for (ptrdiff_t i = 0; i < n_steps * STEP; i += STEP) {
-            vec d[8];
-            UNROLLED for (int g = 0; g < 8; g++) {
-                d[g] = vec_of_lanes(x, i + g * LANES, k, type);
-                if (centered) d[g] = d[g] - h;
-            }
-            if (centered) s = s + (((d[0] + d[1]) + (d[2] + d[3])) + ((d[4] + d[5]) + (d[6] + d[7])));
-            UNROLLED for (int g = 0; g < 8; g++) d[g] = d[g] * d[g];
-            q = q + (((d[0] + d[1]) + (d[2] + d[3])) + ((d[4] + d[5]) + (d[6] + d[7])));
-        }
-        sum_d->v[k] = s;
-        sum_dd->v[k] = q;
-    }
-}
-
-/* The same of d, wdy and wdy * d; w is NULL for ones.
- * IN x, dy, w, n_steps, hi, centered, type; OUT sum_d, sum_wdy (if centered), sum_wdy_d */
-INLINE void lanes_gradient_sums(const char *x, const char *dy, const real *w, ptrdiff_t n_steps, lanes hi, int centered, int type,
-                                lanes *sum_d, lanes *sum_wdy, lanes *sum_wdy_d) {
-    for (int k = 0; k < N_VECS; k++) {
-        vec h = hi.v[0], s = VEC_FILL((real)0), t = s, p = s;
-        for (ptrdiff_t i = 0; i < n_steps * STEP; i += STEP) {
-            vec half_s[2], half_t[2], half_p[2];
-            UNROLLED for (int half = 0; half < 2; half++) {
-                vec d[4], g[4];
-                UNROLLED for (int n = 0; n < 4; n++) {
-                    ptrdiff_t at = i + half * HALF_STEP + n * LANES;
-                    d[n] = vec_of_lanes(x, at, k, type);
-                    g[n] = vec_of_lanes(dy, at, k, type);
-                    if (w != NULL) g[n] = g[n] * vec_of_lanes((const char *)w, at, k, ST_REAL);
-                    if (centered) d[n] = d[n] - h;
-                }
-                if (centered) {
-                    half_s[half] = (d[0] + d[1]) + (d[2] + d[3]);
-                    half_t[half] = (g[0] + g[1]) + (g[2] + g[3]);
-                }
-                half_p[half] = (g[0] * d[0] + g[1] * d[1]) + (g[2] * d[2] + g[3] * d[3]);
-            }
-            if (centered) {
-                s = s + (half_s[0] + half_s[1]);
-                t = t + (half_t[0] + half_t[1]);
-            }
-            p = p + (half_p[0] + half_p[1]);
-        }
-        sum_d->v[k] = s;
-        sum_wdy->v[k] = t;
-        sum_wdy_d->v[k] = p;
-    }
-}
-
-INLINE void lanes_store_as(char *p, ptrdiff_t i, lanes a, int type) {
-    p += i * SIZE_OF(type);
-    if (type == ST_REAL) { lanes_store((real *)p, a); return; }
-#if defined(__GNUC__)
-    UNROLLED for (int k = 0; k < N_VECS; k++)
-        *(vec_half_anywhere *)(p + k * (VEC_BYTES / 2)) = bits16_of_vec(a.v[k], type);
-#endif
-}
-
-APART lanes lanes_load_tail_as(const char *p, ptrdiff_t n, lanes fill, int type) {
-    if (type == ST_REAL) return lanes_load_tail((const real *)p, n, fill);
-    real t[LANES];
-    lanes_store(t, fill);
-    load_run(p, 2, type, 0, n, t);
-    return lanes_load(t);
-}
-
-APART void lanes_store_tail_as(char *p, ptrdiff_t n, lanes a, int type) {
-    if (type == ST_REAL) { lanes_store_tail((real *)p, n, a); return; }
-    real t[LANES];
-    lanes_store(t, a);
-    store_run(p, 2, type, 0, n, t);
-}
-
-/* The first n lanes (none if n <= 0, all if n >= LANES), the rest fill. Reads and writes nothing beyond. */
-INLINE lanes lanes_load_part_as(const char *p, ptrdiff_t i, ptrdiff_t n, lanes fill, int type) {
-    return n >= LANES ? lanes_load_as(p, i, type) : n <= 0 ? fill : lanes_load_tail_as(p + i * SIZE_OF(type), n, fill, type);
-}
-
-INLINE void lanes_store_part_as(char *p, ptrdiff_t i, ptrdiff_t n, lanes a, int type) {
-    if (n >= LANES) lanes_store_as(p, i, a, type);
-    else if (n > 0) lanes_store_tail_as(p + i * SIZE_OF(type), n, a, type);
-}
-
-/* One register of values from p[i] on: n of them (all of it if n >= VEC_LANES), the rest fill. Nothing beyond is read. */
+/* One register of values from p[i] on: n of them (none if n <= 0, all if n >= VEC_LANES), the rest fill. Nothing beyond is
+ * read or written. */
 APART vec vec_load_tail_as(const char *p, ptrdiff_t n, vec fill, int type) {
     union { vec v; real x[VEC_LANES]; } t = {fill};
     load_run(p, SIZE_OF(type), type, 0, n, t.x);
@@ -415,9 +310,9 @@ APART vec vec_load_tail_as(const char *p, ptrdiff_t n, vec fill, int type) {
 
 INLINE vec vec_load_part_as(const char *p, ptrdiff_t i, ptrdiff_t n, vec fill, int type) {
     p += i * SIZE_OF(type);
-    if (n < (ptrdiff_t)VEC_LANES) return vec_load_tail_as(p, n, fill, type);
-    if (type == ST_REAL) return *(const vec_anywhere *)p;
-    return vec_of_bits16(p, 0, type);
+    if (type == ST_REAL) return vec_load_part((const real *)p, n, fill);
+    if (n >= VEC_LANES) return vec_of_bits16(p, 0, type);
+    return n <= 0 ? fill : vec_load_tail_as(p, n, fill, type);
 }
 
 APART void vec_store_tail_as(char *p, ptrdiff_t n, vec a, int type) {
@@ -427,11 +322,156 @@ APART void vec_store_tail_as(char *p, ptrdiff_t n, vec a, int type) {
 
 INLINE void vec_store_part_as(char *p, ptrdiff_t i, ptrdiff_t n, vec a, int type) {
     p += i * SIZE_OF(type);
-    if (n < (ptrdiff_t)VEC_LANES) { vec_store_tail_as(p, n, a, type); return; }
-    if (type == ST_REAL) { *(vec_anywhere *)p = a; return; }
+    if (type == ST_REAL) { vec_store_part((real *)p, n, a); return; }
+    if (n < VEC_LANES) { if (n > 0) vec_store_tail_as(p, n, a, type); return; }
 #if defined(__GNUC__)
     *(vec_half_anywhere *)p = bits16_of_vec(a, type);
 #endif
+}
+
+/* And for a lane group. */
+INLINE void lanes_store_part_as(char *p, ptrdiff_t i, ptrdiff_t n, lanes a, int type) {
+    UNROLLED for (int k = 0; k < N_VECS; k++) {
+        ptrdiff_t at = k * VEC_LANES;
+        vec_store_part_as(p, i + at, n - at, a.v[k], type);
+    }
+}
+
+/* Of the eight lane groups of a step, what stands in register k: of whole groups (a literal, so that there is no branch for
+ * each) and of one of which rest values exist; what does not exist is fill. */
+INLINE void vec_load_step_as(const char *p, ptrdiff_t i, int whole, ptrdiff_t rest, int k, vec fill, int type, vec *d) {
+    i += k * VEC_LANES;
+    UNROLLED for (int g = 0; g < 8; g++)
+        d[g] = g < whole  ? vec_load_part_as(p, i + g * LANES, VEC_LANES, fill, type)
+             : g == whole ? vec_load_part_as(p, i + g * LANES, rest - k * VEC_LANES, fill, type) : fill;
+}
+
+/* Of less than a step: STATEMENT with the number of whole lane groups as a literal. */
+#define WITH_WHOLE_GROUPS(n, STATEMENT)        \
+    switch ((size_t)(n) / LANES) {             \
+    case 0: { enum { WHOLE = 0 }; STATEMENT; break; } \
+    case 1: { enum { WHOLE = 1 }; STATEMENT; break; } \
+    case 2: { enum { WHOLE = 2 }; STATEMENT; break; } \
+    case 3: { enum { WHOLE = 3 }; STATEMENT; break; } \
+    case 4: { enum { WHOLE = 4 }; STATEMENT; break; } \
+    case 5: { enum { WHOLE = 5 }; STATEMENT; break; } \
+    case 6: { enum { WHOLE = 6 }; STATEMENT; break; } \
+    case 7: { enum { WHOLE = 7 }; STATEMENT; break; } \
+    }
+
+/* Whether there is a second half of a step. Its zeros would change no sum that starts at zero. */
+#define HAS_SECOND_HALF(whole, rest) ((whole) > 4 || ((whole) == 4 && (rest) > 0))
+
+INLINE vec vec_sum_step(const vec *d, int whole, ptrdiff_t rest) {
+    vec half = (d[0] + d[1]) + (d[2] + d[3]);
+    return HAS_SECOND_HALF(whole, rest) ? half + ((d[4] + d[5]) + (d[6] + d[7])) : half;
+}
+
+/* Add d and d*d of a step from x[i] on, or what there is of it; centered: d = x - hi, else x itself. */
+INLINE void vec_add_step(const char *x, ptrdiff_t i, int whole, ptrdiff_t rest, int k, vec hi, int centered, int type,
+                         vec *sum_d, vec *sum_dd) {
+    vec d[8];
+    vec_load_step_as(x, i, whole, rest, k, hi, type, d);
+    if (centered) {
+        UNROLLED for (int g = 0; g < 8; g++) d[g] = d[g] - hi;
+        *sum_d = *sum_d + vec_sum_step(d, whole, rest);
+    }
+    UNROLLED for (int g = 0; g < 8; g++) d[g] = d[g] * d[g];
+    *sum_dd = *sum_dd + vec_sum_step(d, whole, rest);
+}
+
+/* The same for all registers of a lane group, n values. */
+INLINE void lanes_add_step(const char *x, ptrdiff_t i, ptrdiff_t n, real hi, int centered, int type, lanes *sum_d, lanes *sum_dd) {
+    vec h = VEC_FILL(hi);
+#define ADD_STEP(whole, rest)                      \
+    UNROLLED for (int k = 0; k < N_VECS; k++)      \
+        vec_add_step(x, i, whole, rest, k, h, centered, type, &sum_d->v[k], &sum_dd->v[k])
+    if (n == STEP) ADD_STEP(8, 0);
+    else WITH_WHOLE_GROUPS(n, ADD_STEP(WHOLE, n & (LANES - 1)))
+#undef ADD_STEP
+}
+
+/* The sums of d and d*d over n values from x on. A register of lanes at a time, over all steps, as in the next ones: a
+ * processor with sixteen registers, two or four of them for a lane group, could not hold all that a step takes.
+ * IN x, n, hi, centered, type; OUT sum_d (if centered), sum_dd */
+INLINE void lanes_sums(const char *x, ptrdiff_t n, real hi, int centered, int type, lanes *sum_d, lanes *sum_dd) {
+    vec h = VEC_FILL(hi);
+    ptrdiff_t whole = n & -(ptrdiff_t)STEP;
+    /* Register by register: copying a group of zeros would go in pieces that the next load would wait for. */
+    UNROLLED for (int k = 0; k < N_VECS; k++) sum_d->v[k] = sum_dd->v[k] = VEC_FILL((real)0);
+    for (int k = 0; whole && k < N_VECS; k++) {
+        vec s = VEC_FILL((real)0), q = s;
+        for (ptrdiff_t i = 0; i < whole; i += STEP) vec_add_step(x, i, 8, 0, k, h, centered, type, &s, &q);
+        sum_d->v[k] = s;
+        sum_dd->v[k] = q;
+    }
+    if (whole < n) lanes_add_step(x, whole, n - whole, hi, centered, type, sum_d, sum_dd);
+}
+
+INLINE lanes lanes_first_sum(const char *x, int whole, ptrdiff_t rest, int type) {
+    vec zero = VEC_FILL((real)0), d[8];
+    lanes s;
+    UNROLLED for (int k = 0; k < N_VECS; k++) {
+        vec_load_step_as(x, 0, whole, rest, k, zero, type, d);
+        s.v[k] = zero + vec_sum_step(d, whole, rest);
+    }
+    return s;
+}
+
+/* The sum of the first step of n values, or of what there is of it. */
+INLINE double first_sum(const char *x, ptrdiff_t n, int type) {
+    if (n >= STEP) return lanes_fold(lanes_first_sum(x, 8, 0, type));
+    WITH_WHOLE_GROUPS(n, return lanes_fold(lanes_first_sum(x, WHOLE, n & (LANES - 1), type)))
+    return 0;
+}
+
+/* Add d, wdy and wdy * d of a step of columns from i on, or what there is of it; w is NULL for ones. */
+INLINE void vec_add_gradient_step(const char *x, const char *dy, const real *w, ptrdiff_t i, int whole, ptrdiff_t rest, int k, vec hi,
+                                  int centered, int type, vec *sum_d, vec *sum_wdy, vec *sum_wdy_d) {
+    vec zero = VEC_FILL((real)0), half_d[2] = {zero, zero}, half_wdy[2] = {zero, zero}, half_wdy_d[2] = {zero, zero};
+    i += k * VEC_LANES;
+    UNROLLED for (int half = 0; half < 2; half++) {
+        if (half && !HAS_SECOND_HALF(whole, rest)) break;
+        vec d[4], g[4];
+        UNROLLED for (int m = 0; m < 4; m++) {
+            int group = 4 * half + m;
+            ptrdiff_t at = i + group * LANES;
+            ptrdiff_t there = group < whole ? VEC_LANES : group == whole ? rest - k * VEC_LANES : 0;
+            d[m] = vec_load_part_as(x, at, there, hi, type);
+            g[m] = vec_load_part_as(dy, at, there, zero, type);
+            if (w != NULL) g[m] = g[m] * vec_load_part(w + at, there, zero);
+            if (centered) d[m] = d[m] - hi;
+        }
+        half_d[half] = (d[0] + d[1]) + (d[2] + d[3]);
+        half_wdy[half] = (g[0] + g[1]) + (g[2] + g[3]);
+        half_wdy_d[half] = (g[0] * d[0] + g[1] * d[1]) + (g[2] * d[2] + g[3] * d[3]);
+    }
+    if (centered) {
+        *sum_d = *sum_d + (half_d[0] + half_d[1]);
+        *sum_wdy = *sum_wdy + (half_wdy[0] + half_wdy[1]);
+    }
+    *sum_wdy_d = *sum_wdy_d + (half_wdy_d[0] + half_wdy_d[1]);
+}
+
+/* Their sums over n columns.
+ * IN x, dy, w, n, hi, centered, type; OUT sum_d, sum_wdy (if centered), sum_wdy_d */
+INLINE void lanes_gradient_sums(const char *x, const char *dy, const real *w, ptrdiff_t n, real hi, int centered, int type,
+                                lanes *sum_d, lanes *sum_wdy, lanes *sum_wdy_d) {
+    vec h = VEC_FILL(hi);
+    ptrdiff_t whole = n & -(ptrdiff_t)STEP;
+    UNROLLED for (int k = 0; k < N_VECS; k++) sum_d->v[k] = sum_wdy->v[k] = sum_wdy_d->v[k] = VEC_FILL((real)0);
+    for (int k = 0; whole && k < N_VECS; k++) {
+        vec s = VEC_FILL((real)0), t = s, p = s;
+        for (ptrdiff_t i = 0; i < whole; i += STEP) vec_add_gradient_step(x, dy, w, i, 8, 0, k, h, centered, type, &s, &t, &p);
+        sum_d->v[k] = s;
+        sum_wdy->v[k] = t;
+        sum_wdy_d->v[k] = p;
+    }
+#define ADD_REST(whole_groups, rest)               \
+    UNROLLED for (int k = 0; k < N_VECS; k++)      \
+        vec_add_gradient_step(x, dy, w, whole, whole_groups, rest, k, h, centered, type, &sum_d->v[k], &sum_wdy->v[k], &sum_wdy_d->v[k])
+    if (whole < n) WITH_WHOLE_GROUPS(n - whole, ADD_REST(WHOLE, n & (LANES - 1)))
+#undef ADD_REST
 }
 
 /* Past the cache. The address is a multiple of what is stored. */
@@ -454,14 +494,15 @@ INLINE void vec_stream_as(char *p, ptrdiff_t i, vec a, int type) {
 #endif
 }
 
-/* The same for a lane group: register by register, since one load of what two stores have just left would have to wait. */
-INLINE void lanes_stream_as(char *p, ptrdiff_t i, lanes a, int type) {
-    UNROLLED for (int k = 0; k < N_VECS; k++) vec_stream_as(p, i + k * (ptrdiff_t)VEC_LANES, a.v[k], type);
-}
-
 /* Values up to the next whole cache line. */
 INLINE ptrdiff_t values_to_line(const char *p, int type) {
     return (-(intptr_t)p & 63) / SIZE_OF(type);
+}
+
+/* Of n values that start with a cache line, those in whole ones. A line of which a part is stored past the cache makes the
+ * processor wait for memory: measured, 600 ns. */
+INLINE ptrdiff_t whole_lines(ptrdiff_t n, int type) {
+    return n & -(64 / SIZE_OF(type));
 }
 
 #endif
