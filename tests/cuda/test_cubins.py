@@ -4,7 +4,7 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
 
-from cubins import ARCHITECTURES, DISASSEMBLED, KERNELS  # noqa: E402
+from cubins import ARCHITECTURES, DISASSEMBLED, KERNELS, assembler  # noqa: E402
 
 from fastnorm._cuda import geometry  # noqa: E402
 
@@ -28,6 +28,11 @@ def reports(request, cubin_reports):
     return cubin_reports.of(request.param)
 
 
+@pytest.fixture
+def compared(cubin_reports):
+    return cubin_reports.compared
+
+
 def count(instructions, *names):
     """How many have one of these names, whatever comes after it."""
     return sum(n for name, n in instructions.items() if any(f"{name}.".startswith(f"{wanted}.") for wanted in names))
@@ -49,6 +54,14 @@ def test_every_kernel_compiles_and_fits(reports, request):
             assert r["shared"] in (0, 1024), note
             # No atomics: the sums have one order.
             assert not count(instructions.get(name, {}), "RED", "REDG", "REDS", "ATOM", "ATOMG", "ATOMS"), note
+
+
+def test_assembled_cubins_are_those_of_the_compiler_alone(compared):
+    """As CuPy makes them: the same code and resources. With --slow, of every kernel."""
+    if assembler() is None:
+        pytest.skip("no ptxas of NVRTC's release: NVRTC alone made all cubins")
+    for kernel, differing in compared.items():
+        assert not differing.result(), kernel
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(reports):
