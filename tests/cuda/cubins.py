@@ -34,7 +34,7 @@ KERNELS = geometry.variants()
 SAMPLE = [next(k for k in KERNELS if k[0] == s and dict(k[1]).get("packs") != 4) for s in ("copy.cu", "finish_sums.cu")]
 SAMPLE += [k for k in KERNELS if dict(k[1]) == dict(storage="float32", centered=1, packs=2, threads=128)]
 # nvdisasm takes longer to begin than for a kernel: each job has a few kernels, some large, some small.
-JOBS = 24
+JOBS = 12
 
 
 class Reports:
