@@ -1,12 +1,14 @@
 """What the compiler of the devices makes of every kernel that a launcher can ask for. No device is needed."""
 
+import re
+
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
 
 from cubins import ARCHITECTURES, DISASSEMBLED, KERNELS, assembler  # noqa: E402
 
-from fastnorm._cuda import geometry  # noqa: E402
+from fastnorm._cuda import geometry, sources  # noqa: E402
 
 # Registers of a multiprocessor; a thread gets them in eights.
 REGISTERS = 65536
@@ -62,6 +64,12 @@ def test_assembled_cubins_are_those_of_the_compiler_alone(compared):
         pytest.skip("no ptxas of NVRTC's release: NVRTC alone made all cubins")
     for kernel, differing in compared.items():
         assert not differing.result(), kernel
+
+
+def test_the_sources_are_the_same_for_every_architecture():
+    """Or one PTX could not serve several."""
+    for source in {source for source, _ in KERNELS}:
+        assert set(re.findall(r".*__CUDA_ARCH.*", sources.joined(source))) <= {"#ifdef __CUDA_ARCH__"}, source
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(reports):
