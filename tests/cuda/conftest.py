@@ -19,20 +19,24 @@ else:
     from fastnorm._cuda import geometry, sources
 
 
+def waits_for_the_compiler(item):
+    return not {"reports", "compared"}.isdisjoint(getattr(item, "fixturenames", ()))
+
+
 def pytest_collection_modifyitems(items):
     """What waits for the compiler comes last."""
-    items.sort(key=lambda item: "reports" in getattr(item, "fixturenames", ()))
+    items.sort(key=waits_for_the_compiler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cubin_reports(request):
     """In the making while the other tests run, so that no processor is idle."""
-    if not any("reports" in getattr(item, "fixturenames", ()) for item in request.session.items):
+    if not any(map(waits_for_the_compiler, request.session.items)):
         yield
         return
     import cubins
 
-    reports = cubins.Reports()
+    reports = cubins.Reports(cubins.KERNELS if request.config.getoption("--slow") else cubins.SAMPLE)
     yield reports
     reports.close()
 

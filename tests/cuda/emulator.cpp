@@ -17,13 +17,18 @@ namespace {
 
 // Stacks are no power of two apart: the lanes of a warp would fight for a few lines of the cache.
 enum { WARP = 32, MAX_WARPS = 32, STACK = (128 << 10) + 17 * 64, MAX_SHARED = 256 << 10, CANARY = 256, BARRIERS = 16 };
+// Entries of a small cache of arrays by address.
+enum { RECENT = 64 };
 
 struct index3 { unsigned x, y, z; };
 
-// An array in global memory. Of each byte: the block that wrote it last, and the one that read it last.
+// An array in global memory, and the memory around it that stays as it is. Of each byte: the block that wrote it last,
+// and the one that read it last. Most launches read an array or write it, not both: then one of the two need not be
+// looked at.
 struct region {
-    uintptr_t start, end;
+    uintptr_t start, end, guard_start, guard_end;
     int32_t *writer, *reader;
+    int64_t is_written, is_read;
 };
 
 struct counters {
@@ -56,7 +61,7 @@ struct state {
     void* scheduler;
     warp* current;
     int lane;
-    const region *regions, *last;
+    region *regions, *recent[RECENT];
     int n_regions;
     int32_t first_serial, serial;
     counters* count;
@@ -121,9 +126,9 @@ void shuffle_order(T* order, int64_t n) {
     for (int64_t i = n - 1; i > 0; i--) std::swap(order[i], order[next_random() % (i + 1)]);
 }
 
-const region* region_of(uintptr_t start, uintptr_t end) {
-    const region* after = std::upper_bound(now.regions, now.regions + now.n_regions, start,
-                                           [](uintptr_t p, const region& r) { return p < r.start; });
+region* region_of(uintptr_t start, uintptr_t end) {
+    region* after = std::upper_bound(now.regions, now.regions + now.n_regions, start,
+                                     [](uintptr_t p, const region& r) { return p < r.start; });
     return after > now.regions && end <= after[-1].end ? after - 1 : 0;
 }
 
@@ -154,10 +159,12 @@ extern "C" [[noreturn]] void emulated_failure(const char* format, ...) {
 namespace {
 
 template <size_t BYTES>
-void touch(const region* r, uintptr_t p, bool write) {
+void touch(region* r, uintptr_t p, bool write) {
     int32_t *writer = r->writer + (p - r->start), *reader = r->reader + (p - r->start), *mine = write ? writer : reader;
-    if (touched_by_others<BYTES>(writer)) emulated_failure("%s of what another block writes", write ? "write" : "read");
-    if (write && touched_by_others<BYTES>(reader)) emulated_failure("write of what another block reads");
+    if (r->is_written && touched_by_others<BYTES>(writer))
+        emulated_failure("%s of what another block writes", write ? "write" : "read");
+    if (write && r->is_read && touched_by_others<BYTES>(reader)) emulated_failure("write of what another block reads");
+    (write ? r->is_written : r->is_read) = 1;
     for (size_t i = 0; i < BYTES; i++) mine[i] = now.serial;
 }
 
@@ -165,11 +172,12 @@ void touch(const region* r, uintptr_t p, bool write) {
 
 extern "C" void emulated_access(const void* pointer, size_t bytes, bool write, bool counts) {
     uintptr_t p = (uintptr_t)pointer;
-    const region* r = now.last;
+    // By pages: a kernel turns from one array to another all the time.
+    region *&recent = now.recent[p / 4096 % RECENT], *r = recent;
     if (!r || p < r->start || p + bytes > r->end) {
         r = region_of(p, p + bytes);
         if (!r) emulated_failure("%s of %zu bytes outside of all arrays", write ? "write" : "read", bytes);
-        now.last = r;
+        recent = r;
     }
     switch (bytes) {
     case 1: touch<1>(r, p, write); break;
@@ -256,6 +264,16 @@ void look_beyond_shared_memory(size_t shared) {
             return (void)snprintf(now.error, sizeof now.error, "write beyond shared memory (block %u)", emulated_block.x);
 }
 
+bool is_guard(uintptr_t start, uintptr_t end) {
+    return std::all_of((const unsigned char*)start, (const unsigned char*)end, [](unsigned char c) { return c == 0xff; });
+}
+
+void look_around_arrays() {
+    for (const region* r = now.regions; r < now.regions + now.n_regions; r++)
+        if (!is_guard(r->guard_start, r->start) || !is_guard(r->end, r->guard_end))
+            return (void)snprintf(now.error, sizeof now.error, "memory around an array was written");
+}
+
 void run_block(size_t shared) {
     int order[MAX_WARPS];
     memset(shared_bytes, 0xff, shared);
@@ -272,7 +290,7 @@ void run_block(size_t shared) {
 }  // namespace
 
 extern "C" const char* emulated_launch(void (*call)(const uint64_t*), const unsigned* grid, unsigned threads, size_t shared,
-                                       const uint64_t* arguments, const region* regions, int n_regions, int32_t serial,
+                                       const uint64_t* arguments, region* regions, int n_regions, int32_t serial,
                                        uint64_t seed, counters* count) {
     if (!now.stacks) {
         now.stacks = (char*)mmap(0, (size_t)MAX_WARPS * WARP * STACK, PROT_READ | PROT_WRITE,
@@ -286,7 +304,7 @@ extern "C" const char* emulated_launch(void (*call)(const uint64_t*), const unsi
     emulated_grid = {grid[0], grid[1], 1};
     now.regions = regions;
     now.n_regions = n_regions;
-    now.last = 0;
+    std::fill_n(now.recent, (int)RECENT, (region*)0);
     now.first_serial = serial;
     now.count = count;
     now.random = seed * 2654435761u + 88172645463325252u;
@@ -300,5 +318,6 @@ extern "C" const char* emulated_launch(void (*call)(const uint64_t*), const unsi
         run_block(shared);
     }
     free(order);
+    if (!now.error[0]) look_around_arrays();
     return now.error[0] ? now.error : 0;
 }

@@ -1,12 +1,14 @@
 """What the compiler of the devices makes of every kernel that a launcher can ask for. No device is needed."""
 
+import re
+
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed; pip install -e '.[test-cuda]' brings it")
 
-from cubins import ARCHITECTURES, DISASSEMBLED, KERNELS  # noqa: E402
+from cubins import ARCHITECTURES, DISASSEMBLED, KERNELS, assembler  # noqa: E402
 
-from fastnorm._cuda import geometry  # noqa: E402
+from fastnorm._cuda import geometry, sources  # noqa: E402
 
 # Registers of a multiprocessor; a thread gets them in eights.
 REGISTERS = 65536
@@ -26,6 +28,11 @@ CHANNEL_ACCESSES = {
 @pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: f"sm_{a}")
 def reports(request, cubin_reports):
     return cubin_reports.of(request.param)
+
+
+@pytest.fixture
+def compared(cubin_reports):
+    return cubin_reports.compared
 
 
 def count(instructions, *names):
@@ -49,6 +56,20 @@ def test_every_kernel_compiles_and_fits(reports, request):
             assert r["shared"] in (0, 1024), note
             # No atomics: the sums have one order.
             assert not count(instructions.get(name, {}), "RED", "REDG", "REDS", "ATOM", "ATOMG", "ATOMS"), note
+
+
+def test_assembled_cubins_are_those_of_the_compiler_alone(compared):
+    """As CuPy makes them: the same code and resources. With --slow, of every kernel."""
+    if assembler() is None:
+        pytest.skip("no ptxas of NVRTC's release: NVRTC alone made all cubins")
+    for kernel, differing in compared.items():
+        assert not differing.result(), kernel
+
+
+def test_the_sources_are_the_same_for_every_architecture():
+    """Or one PTX could not serve several."""
+    for source in {source for source, _ in KERNELS}:
+        assert set(re.findall(r".*__CUDA_ARCH.*", sources.joined(source))) <= {"#ifdef __CUDA_ARCH__"}, source
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(reports):
