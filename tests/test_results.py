@@ -163,6 +163,41 @@ def test_several_threads_of_python():
     assert not wrong
 
 
+def test_an_allocator_that_a_program_has_given_numpy_is_used():
+    """By functions 304 (PyDataMem_SetHandler) and 305 of NumPy's C API: NumPy has no Python for it."""
+    run_python("""
+import ctypes
+import numpy as np, fastnorm
+multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray
+_ARRAY_API, get_handler_name = multiarray._ARRAY_API, multiarray.get_handler_name
+from fastnorm._cpu import results
+results.constants(KEPT_MIN=1 << 20)
+pointer = ctypes.pythonapi.PyCapsule_GetPointer
+pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+new_capsule = ctypes.pythonapi.PyCapsule_New
+new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+functions = ctypes.cast(pointer(_ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
+set_handler = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(functions[304])
+get_handler = ctypes.PYFUNCTYPE(ctypes.py_object)(functions[305])
+
+# NumPy's own under another name, which the struct begins with.
+size = 128 + 8 * 5
+default = pointer(get_handler(), b"mem_handler")
+other = ctypes.create_string_buffer(ctypes.string_at(default, size), size)
+other[:6] = b"other" + bytes(1)
+capsule = new_capsule(ctypes.addressof(other), b"mem_handler", None)
+
+x = np.ones((512, 1024), np.float32)
+assert get_handler_name(fastnorm.layer_norm(x)) == "fastnorm"
+before = set_handler(capsule)
+layer, axis0, batch = fastnorm.layer_norm(x), fastnorm.layer_norm(x, axis=0), fastnorm.batch_norm(x, training=True)
+for y in (layer, axis0, batch, *fastnorm.add_rms_norm(x, x)):
+    assert get_handler_name(y) == "other", get_handler_name(y)
+set_handler(before)
+assert get_handler_name(fastnorm.layer_norm(x)) == "fastnorm"
+""")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_child_of_fork_keeps_its_own():
     """In an interpreter of its own: libraries that other tests have loaded may object to a fork."""
