@@ -168,7 +168,7 @@ def test_an_allocator_that_a_program_has_given_numpy_is_used():
     run_python("""
 import ctypes
 import numpy as np, fastnorm
-multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray
+multiarray = np._core.multiarray
 _ARRAY_API, get_handler_name = multiarray._ARRAY_API, multiarray.get_handler_name
 from fastnorm._cpu import results
 results.constants(KEPT_MIN=1 << 20)
