@@ -636,7 +636,7 @@ cdef void near_rms_real(const job* j, Py_ssize_t r0, Py_ssize_t r1) noexcept nog
 
 
 # Called by way of pointers, which the compiler can't inline: in one function these loops would push each other's constants out
-# of the registers, at a fifth of their speed.
+# of the registers (7 to 10 percent more instructions for 64x768).
 cdef parts_kernel near_forward[6]
 near_forward[0] = near_rms_float16
 near_forward[1] = near_layer_float16
