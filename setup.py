@@ -63,6 +63,11 @@ def module(path):
 class BuildExt(build_ext):
     """Asks the compiler before it builds: OpenMP and the x86-64 levels are both optional."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        # Not an option of setup(): an editable install forgets those.
+        self.parallel = self.parallel or os.cpu_count()
+
     def build_extensions(self):
         openmp = [] if NO_OPENMP else next((f for f in self.openmp_flags() if self.compiles(f, OPENMP_PROBE)), [])
         levels = self.compiles(LEVEL_FLAGS["v4"], LEVELS_PROBE)
@@ -120,5 +125,4 @@ setup(
         },
     ),
     cmdclass={"build_ext": BuildExt},
-    options={"build_ext": {"parallel": os.cpu_count() or 1}},
 )

@@ -1,5 +1,7 @@
 """Options, profiles and fixtures of the whole suite."""
 
+import signal
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -12,6 +14,9 @@ settings.load_profile("fastnorm")
 
 # Threads from small sizes on, so that most tests that ask for them get them.
 fastnorm._cpu.row_norm.constants(THREAD_MIN=1 << 14)
+
+# Who runs the suite in the background has Ctrl-C ignored, and processes that the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
