@@ -13,9 +13,11 @@ import numpy as np
 import fastnorm
 
 ROOT = Path(__file__).resolve().parent.parent
-# What users call most, and one of each kernel: op, shape and axis, dtype.
+# What users call most, short rows with and without an end, and one of each kernel: op, shape and axis, dtype.
 CASES = [
     "layer_norm 1x64 float32",
+    "layer_norm 512x64 float32",
+    "layer_norm 512x100 float32",
     "layer_norm 64x768 float32",
     "layer_norm 64x768 float16",
     "layer_norm 64x768 float64",
@@ -122,6 +124,7 @@ def in_a_row(arrays, page=4096):
     Where arrays lie decides how many instructions it takes to find that they do not overlap: some 3 % of a small call.
     """
     n_pages = [-(-a.nbytes // page) for a in arrays.values()]
+    # So many more that the C library gives this memory a place of its own.
     memory = np.zeros((sum(n_pages) + 64) * page, np.uint8)
     rest = memory[-memory.ctypes.data % page :]
     copies = {}

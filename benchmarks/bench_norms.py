@@ -7,8 +7,8 @@ import fastnorm
 
 from .common import CHANNEL_OPS, DTYPES, ROW_OPS, _Bandwidth, _Call, make_arrays, peers
 
-# One row, in the first and in the second cache, past them, past all caches; one long row.
-SHAPES = ["1x64", "32x768", "512x1024", "4096x768", "4096x4096", "1x1048576"]
+# One row; in the first and in the second cache, short rows too; past them, past all caches; one long row.
+SHAPES = ["1x64", "512x64", "32x768", "512x1024", "4096x768", "4096x4096", "1x1048576"]
 # Each line has one size and one length of the normalized axis; the last line is what GPT and images are like.
 AXES = [
     "512x512 axis 0", "512x512 axis 1",
@@ -55,6 +55,26 @@ class ChannelDtypes(_Call):
     """Channels has float32."""
 
     params = [CHANNEL_OPS, ["32x256x28x28 axis 1"], [d for d in DTYPES if d != "float32"], ["fastnorm"]]
+
+
+@functools.lru_cache(maxsize=1)
+def into(op, case, dtype, offset):
+    """A call whose result begins offset bytes after the start of a cache line."""
+    arrays = make_arrays(op, case, dtype)
+    memory = np.ones(arrays.out.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    arrays.out = memory[start : start + arrays.out.nbytes].view(arrays.out.dtype).reshape(arrays.out.shape)
+    return peers.make_call("fastnorm", arrays, fastnorm.get_num_threads())
+
+
+class Offsets(_Call):
+    """Past the cache go whole lines only: a result that begins inside one must not cost much more."""
+
+    params = [["layer_norm", "layer_norm_backward"], ["4096x1024", "65536x64"], ["float16", "float32"], [0, 16, 48]]
+    param_names = ["op", "case", "dtype", "offset"]
+
+    def setup(self, op, case, dtype, offset):
+        self.call = into(op, case, dtype, offset)
 
 
 class Axes(_Call):

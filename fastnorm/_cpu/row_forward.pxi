@@ -652,7 +652,7 @@ cdef inline parts_kernel near_kernel(bint centered, int type) noexcept nogil:
 
 cdef inline void rows_forward(const job* j, Py_ssize_t r0, Py_ssize_t r1, bint adds, bint centered, int type) noexcept nogil:
     """adds: all rows are sums that are added up in step with their norm."""
-    # A block more: what is kept of a sum is stored in whole lane groups.
+    # A block more: what is kept of a sum is stored in whole registers.
     cdef block[RESIDENT + 1] x_buffer
     cdef block y_buffer
     cdef bint contiguous = is_contiguous(&j.x)

@@ -1,7 +1,7 @@
 """What the kernels of one module share: the arithmetic type (real) with its lanes, and the way from
 (row, column) of an array to memory. real is float or double; the flags of a module decide."""
 cimport cython
-from libc.math cimport sqrt, fabs, ldexp, isfinite, frexp, INFINITY
+from libc.math cimport sqrt, fabs, ldexp, isfinite, frexp
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 from cpython.pycapsule cimport PyCapsule_New
